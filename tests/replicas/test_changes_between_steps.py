@@ -1,7 +1,8 @@
 """Whatever is changed on a module between two steps, the next step is that of one device."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -27,7 +28,12 @@ class Block(nn.Module):
         self.table: dict[str, list[float]] = {"a": [0.1]}
 
     def forward(self, x: Tensor) -> Tensor:
-        bonus = getattr(self, "bonus", 0.0) + sum(self.numbers) + sum(map(sum, self.table.values()))
+        bonus = (
+            getattr(self, "bonus", 0.0)
+            + getattr(self, "offset", 0.0)
+            + sum(self.numbers)
+            + sum(map(sum, self.table.values()))
+        )
         return self.activation(self.layer(x)) * self.scale * self.factor + bonus
 
 
@@ -54,43 +60,9 @@ class Changing(Classifier):
         self.sums.append(torch.stack([torch.tensor(float(len(self.seen))), *kept]))
 
 
-def new_parameter(net: Changing) -> None:
-    net.block.layer.weight = nn.Parameter(0.5 * net.block.layer.weight.detach().clone())
-
-
-def bind_data(net: Changing) -> None:
-    net.block.layer.weight.data = 0.9 * net.block.layer.weight.data
-
-
-def write_through_data(net: Changing) -> None:
-    net.net[0].weight.data.mul_(0.9)
-
-
-def toggle_grad(net: Changing) -> None:
-    net.net[0].requires_grad_(not net.net[0].weight.requires_grad)
-
-
-def assign_buffer(net: Changing) -> None:
-    net.block.scale = net.block.scale + 0.1
-
-
-def write_buffer(net: Changing) -> None:
-    net.block.scale.add_(0.1)
-
-
-def new_buffer(net: Changing) -> None:
-    net.block.register_buffer("bonus", torch.full((1,), 0.2, device=net.device))
-
-
-def bind_attribute(net: Changing) -> None:
-    net.block.factor *= 0.9
-
-
-def add_or_remove_attribute(net: Changing) -> None:
-    if hasattr(net.block, "bonus"):
-        del net.block.bonus
-    else:
-        net.block.bonus = 0.3
+def toggle(net: Any, name: str, value: Any) -> None:
+    """Sets an attribute, or deletes it again."""
+    net.__delattr__(name) if hasattr(net, name) else net.__setattr__(name, value)
 
 
 def add_or_remove_hook(net: Changing) -> None:
@@ -100,91 +72,69 @@ def add_or_remove_hook(net: Changing) -> None:
         net.handles.append(net.block.layer.register_forward_hook(lambda m, args, y: 1.1 * y))
 
 
-def fill_list(net: Changing) -> None:
-    net.block.numbers.append(0.01)
-
-
-def change_entry(net: Changing) -> None:
-    net.block.numbers[0] += 0.01
-
-
-def fill_inner_list(net: Changing) -> None:
-    net.block.table["a"].append(0.02)
-
-
-def new_key(net: Changing) -> None:
-    net.block.table[f"key {len(net.block.table)}"] = [0.03]
-
-
-def swap_containers(net: Changing) -> None:
-    net.block.numbers, net.block.table = [0.2], {"b": [0.1]}
-
-
-def clear(net: Changing) -> None:
-    net.seen.clear()
-    net.kept = {"means": []}
-
-
-def swap_submodule(net: Changing) -> None:
-    net.block.activation = nn.Sigmoid()
-
-
-def swap_block(net: Changing) -> None:
+def new_block(net: Changing) -> Block:
     torch.manual_seed(1)
-    net.block = Block().to(net.device)
+    return Block().to(net.device)
 
 
-CHANGES: list[Callable[[Changing], None]] = [
-    new_parameter,
-    bind_data,
-    write_through_data,
-    toggle_grad,
-    assign_buffer,
-    write_buffer,
-    new_buffer,
-    bind_attribute,
-    add_or_remove_attribute,
-    add_or_remove_hook,
-    fill_list,
-    change_entry,
-    fill_inner_list,
-    new_key,
-    swap_containers,
-    clear,
-    swap_submodule,
-    swap_block,
-]
+def bind(name: str, make: Callable[[Changing], Any]) -> Callable[[Changing], None]:
+    """Binds what is at a path anew."""
+    path, _, last = name.rpartition(".")
+    return lambda net: setattr(attrgetter(path)(net) if path else net, last, make(net))
+
+
+CHANGES: dict[str, Callable[[Changing], Any]] = {
+    "new parameter": bind(
+        "block.layer.weight",
+        lambda net: nn.Parameter(0.5 * net.block.layer.weight.detach().clone()),
+    ),
+    "bind data": bind("block.layer.weight.data", lambda net: 0.9 * net.block.layer.weight.data),
+    "write through data": lambda net: net.net[0].weight.data.mul_(0.9),
+    "toggle grad": lambda net: net.net[0].requires_grad_(not net.net[0].weight.requires_grad),
+    "assign buffer": bind("block.scale", lambda net: net.block.scale + 0.1),
+    "write buffer": lambda net: net.block.scale.add_(0.1),
+    "new buffer": lambda net: net.block.register_buffer(
+        "offset", torch.full((1,), 0.2, device=net.device)
+    ),
+    "bind attribute": bind("block.factor", lambda net: 0.9 * net.block.factor),
+    "add or remove attribute": lambda net: toggle(net.block, "bonus", 0.3),
+    "add or remove hook": add_or_remove_hook,
+    "fill list": lambda net: net.block.numbers.append(0.01),
+    "change entry": lambda net: net.block.numbers.__setitem__(0, net.block.numbers[0] + 0.01),
+    "fill inner list": lambda net: net.block.table.setdefault("a", []).append(0.02),
+    "new key": lambda net: net.block.table.update({f"key {len(net.block.table)}": [0.03]}),
+    "swap list": bind("block.numbers", lambda net: [0.2]),
+    "swap dict": bind("block.table", lambda net: {"b": [0.1]}),
+    "clear": lambda net: net.seen.clear(),
+    "swap submodule": bind("block.activation", lambda net: nn.Sigmoid()),
+    "swap block": bind("block", new_block),
+}
 
 
 class Changes(Callback):
     """Makes some of the changes after every batch, the same in every run."""
 
-    def __init__(self, seed: int, changes: list[Callable[[Changing], None]]) -> None:
-        self.random = random.Random(seed)
-        self.changes = changes
+    def __init__(self, seed: int, changes: Sequence[Callable[[Changing], Any]]) -> None:
+        self.random, self.changes = random.Random(seed), changes
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         for _ in range(self.random.randint(0, 3)):
-            change = self.random.choice(self.changes)
-            if change is not new_buffer or not hasattr(module.block, "bonus"):
-                change(module)
+            self.random.choice(self.changes)(module)
 
 
-def check(seed: int, changes: list[Callable[[Changing], None]], **strategy: Any) -> None:
+CASES: list[Any] = [
+    *(pytest.param(0, [change], "inorder", id=name) for name, change in CHANGES.items()),
+    *(pytest.param(seed, [*CHANGES.values()], "threads", id=f"any {seed}") for seed in range(3)),
+]
+
+
+@pytest.mark.parametrize("seed, changes, executor", CASES)
+def test_changes(seed: int, changes: Any, executor: str) -> None:
     torch.set_default_dtype(torch.float64)
     options: dict[str, Any] = {"data": lambda: loader(60, 12), "max_epochs": 1}
+    strategy = {"executor": executor}
     several = run(Changing, 3, strategy=strategy, callbacks=[Changes(seed, changes)], **options)
     one = run(Changing, 1, callbacks=[Changes(seed, changes)], **options)
     assert_same(several, one)
     for actual, expected in zip(several.module.sums, one.module.sums, strict=True):
         torch.testing.assert_close(actual.cpu(), expected.cpu())
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_each_change_alone(change: Callable[[Changing], None]) -> None:
-    check(0, [change], executor="inorder")
-
-
-@pytest.mark.parametrize("seed, executor", [(0, "inorder"), (1, "threads"), (2, "threads")])
-def test_any_changes_in_any_order(seed: int, executor: str) -> None:
-    check(seed, CHANGES, executor=executor)

@@ -16,12 +16,8 @@ pytestmark = pytest.mark.usefixtures("on")
 PLACES = [(0, 1, 2), (0, 1, 0), (0, 0, 0)]
 
 
-def root_device() -> torch.device:
-    return devices_of(1)[0]
-
-
 def on_root(*shape: int) -> Tensor:
-    return torch.randn(shape, device=root_device())
+    return torch.randn(shape, device=devices_of(1)[0])
 
 
 def replicas_of(module: nn.Module, places: Sequence[int] = (0, 1, 2)) -> Replicas:
@@ -37,27 +33,12 @@ def call(module: nn.Module, x: Tensor) -> Any:
     return module(x.to(device_of(module)))
 
 
-def assert_equal(actual: Tensor, expected: Tensor) -> None:
-    """Equal bit by bit, wherever they are."""
-    assert torch.equal(actual.cpu(), expected.cpu())
-
-
-def test_replica_0_is_the_module_and_the_others_compute_the_same() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    modules = replicas_of(net).modules
-    assert modules[0] is net
-    x = on_root(5, 3)
-    for module, device in zip(modules[1:], devices_of(3)[1:], strict=True):
-        assert module is not net and type(module) is type(net)
-        assert all(p.device == device for p in module.parameters())
-        assert_equal(call(module, x), net(x))
-
-
 @pytest.mark.parametrize("places", PLACES)
 def test_replicas_own_gradients_but_memory_only_elsewhere(places: tuple[int, ...]) -> None:
     net = nn.Linear(3, 2)
-    for other in replicas_of(net, places).modules[1:]:
-        assert other.weight is not net.weight
+    replicas = replicas_of(net, places)
+    assert replicas.modules[0] is net
+    for other in replicas.modules[1:]:
         on_the_roots = other.weight.device == net.weight.device
         assert (other.weight.data_ptr() == net.weight.data_ptr()) is on_the_roots
         call(other, on_root(4, 3)).sum().backward()
@@ -65,39 +46,34 @@ def test_replicas_own_gradients_but_memory_only_elsewhere(places: tuple[int, ...
         assert other.weight.grad is not None and net.weight.grad is None
 
 
-def test_replicas_own_their_buffers() -> None:
-    norm = nn.BatchNorm1d(3)
-    for other in replicas_of(norm, (0, 1, 0)).modules[1:]:
-        call(other, on_root(8, 3) + 5)
-        assert norm.running_mean.tolist() == [0, 0, 0] and norm.num_batches_tracked == 0
-        assert other.running_mean.device == other.weight.device and other.running_mean.min() > 0
-
-
-def test_a_buffer_that_is_assigned_to_stays_the_replicas_own() -> None:
+def test_buffers_that_a_step_writes_or_binds_are_the_replicas_own_until_all_are_copied() -> None:
     class Averaging(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.norm = nn.BatchNorm1d(2)
             self.register_buffer("mean", torch.zeros(2))
             self.register_buffer("late", None)
 
         def forward(self, x: Tensor) -> Tensor:
             self.mean = 0.5 * self.mean + x.mean(0)
             self.late = x[0]
-            return x
+            return self.norm(x)
 
     net = Averaging()
-    replicas = replicas_of(net)
-    for module, device in zip(replicas.modules[1:], devices_of(3)[1:], strict=True):
-        module(torch.ones(3, 2, device=device))
-        assert module.mean.tolist() == [1, 1]
-    assert net.mean.tolist() == [0, 0] and net.late is None
+    replicas = replicas_of(net, (0, 1, 0))
+    for other in replicas.modules[1:]:
+        call(other, torch.ones(3, 2))
+        assert other.mean.tolist() == [1, 1] and other.norm.num_batches_tracked == 1
+    assert net.mean.tolist() == [0, 0] and net.late is None and net.norm.num_batches_tracked == 0
     replicas.refresh(buffers="all")
-    assert all(m.mean.tolist() == [0, 0] and m.late is None for m in replicas.modules)
+    for own in replicas.modules:
+        assert own.mean.tolist() == [0, 0] and own.late is None
+        assert own.norm.running_mean.tolist() == [0, 0] and own.norm.num_batches_tracked == 0
 
 
 def test_modules_and_replicas_made_in_inference_mode_can_be_trained() -> None:
     with torch.inference_mode():
-        net = nn.BatchNorm1d(2).to(root_device())
+        net = nn.BatchNorm1d(2).to(devices_of(1)[0])
         replicas = replicas_of(net, (0, 1, 0))
         replicas.refresh(parameters="all")
     for other in replicas.modules[1:]:
@@ -111,19 +87,13 @@ def test_modules_that_cannot_be_replicated_are_named() -> None:
 
 
 def test_a_hook_that_a_step_registers_is_for_its_own_calls() -> None:
-    net = nn.Sequential(nn.Linear(2, 2))
-    replicas = replicas_of(net)
+    replicas = replicas_of(nn.Sequential(nn.Linear(2, 2)))
     seen: list[int] = []
-    handles = [
+    for k, module in enumerate(replicas.modules):
         module[0].register_forward_hook(lambda *_, k=k: seen.append(k))
-        for k, module in enumerate(replicas.modules)
-    ]
     for module in replicas.modules:
         call(module, torch.ones(1, 2))
     assert seen == [0, 1, 2]
-    for handle in handles:
-        handle.remove()
-    assert not any(module[0]._forward_hooks for module in replicas.modules)
 
 
 class Sharing(nn.Module):
@@ -139,32 +109,25 @@ class Sharing(nn.Module):
         hidden, _ = self.rnn(self.first(x))
         return self.last(hidden).square().sum() + self.norms[0].square().sum()
 
-
-def shared(places: Sequence[int]) -> tuple[Sharing, Replicas, list[bool]]:
-    net = Sharing()
-    replicas = replicas_of(net, places)
-    replicas.refresh()
-    replicas.share_parameters(True)
-    return net, replicas, [device_of(module) == device_of(net) for module in replicas.modules]
-
-
-def computes_with_the_roots(replica: nn.Module, net: Sharing) -> set[bool]:
-    own = [*replica.parameters(), *replica.rnn._flat_weights, replica.norms[0]]
-    roots = [*net.parameters(), *net.rnn._flat_weights, net.norms[0]]
-    return {a is b for a, b in zip(own, roots, strict=True)}
+    def tensors(self) -> list[Tensor]:
+        return [*self.parameters(), *self.rnn._flat_weights, self.norms[0]]
 
 
 @pytest.mark.parametrize("places", PLACES)
 def test_shared_parameters_leave_nothing_to_sum(places: tuple[int, ...]) -> None:
-    net, replicas, on_root_device = shared(places)
-    assert len(replicas.parameters) == 1 + on_root_device.count(False)
+    net = Sharing()
+    replicas = replicas_of(net, places)
+    replicas.share_parameters(True)
+    are_there = [device_of(module) == device_of(net) for module in replicas.modules]
+    assert len(replicas.parameters) == 1 + are_there.count(False)
     xs = [on_root(2, 5, 3) for _ in places]
-    for replica, x, is_there in zip(replicas.modules, xs, on_root_device, strict=True):
-        assert computes_with_the_roots(replica, net) == {is_there}
+    for replica, x, is_there in zip(replicas.modules, xs, are_there, strict=True):
+        pairs = zip(replica.tensors(), net.tensors(), strict=True)
+        assert {own is root for own, root in pairs} == {is_there}
         call(replica, x).backward()
     gradients = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
-    for x, is_there in zip(xs, on_root_device, strict=True):
+    for x, is_there in zip(xs, are_there, strict=True):
         if is_there:
             net(x).backward()
     for gradient, p in zip(gradients, net.parameters(), strict=True):
@@ -172,15 +135,17 @@ def test_shared_parameters_leave_nothing_to_sum(places: tuple[int, ...]) -> None
 
 
 def test_replicas_that_no_longer_share_have_parameters_of_their_own() -> None:
-    net, replicas, _ = shared((0, 0))
-    net.norms, net.scale = [net.last.weight, net.first.weight], 2.0
-    replicas.refresh()
+    net = Sharing()
+    replicas = replicas_of(net, (0, 0))
+    own = replicas.modules[1]
     replicas.share_parameters(True)
-    assert replicas.modules[1].norms[0] is net.last.weight and replicas.modules[1].scale == 2.0
+    net.norms, net.scale = [net.last.weight], 2.0
+    replicas.refresh()
+    assert own.norms[0] is net.last.weight and own.scale == 2.0
     replicas.share_parameters(False)
-    assert computes_with_the_roots(replicas.modules[1], net) == {False}
-    assert replicas.modules[1].norms[0] is replicas.modules[1].last.weight
-    call(replicas.modules[1], on_root(2, 5, 3)).backward()
+    assert not any(a is b for a, b in zip(own.tensors(), net.tensors(), strict=True))
+    assert own.norms[0] is own.last.weight
+    call(own, on_root(2, 5, 3)).backward()
     assert all(p.grad is None for p in net.parameters())
     replicas.share_parameters(True)
     assert len(replicas.parameters) == 2, "there are gradients on it"

@@ -170,10 +170,10 @@ def add_prefix(checkpoint: Any) -> Any:
 def rename_weights(checkpoint: Any, names: Mapping[str, str]) -> Any:
     """The checkpoint with other names of the model's keys; copies in other states keep theirs."""
     weights = files.find_weights(checkpoint)
-    if all(key == name for key, name in names.items()):
+    if weights is None or all(key == name for key, name in names.items()):
         return checkpoint
     if weights is checkpoint:
-        return rename(checkpoint, names)
+        return rename(weights, names)
     return {
         key: rename(value, names) if value is weights or key == _AVERAGED else value
         for key, value in checkpoint.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,15 @@ def test_env_tells_what_matters_and_no_secret(
     text = capsys.readouterr().out
     assert all(name in text for name in (*wanted, "OMP_NUM_THREADS", __version__))
     assert not any(word in text for word in ("secret", "somebody", "WANDB", str(Path.home())))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_file_is_written_on_demand_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys=capsys)[0] == 0 and not list(tmp_path.iterdir())
+    assert run("--json", "doctor.json", capsys=capsys)[0] == 0
+    written = json.loads((tmp_path / "doctor.json").read_text())
+    assert written["healthy"] and written["laws"]["one float64 step"]["verdict"] == "holds"
+    assert written["environment"]["lightning-dp"] == __version__ and written["timing"]

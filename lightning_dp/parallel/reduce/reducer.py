@@ -213,7 +213,10 @@ class Snapshot:
 
 def write_without_trace(buffer: Tensor, value: Tensor) -> None:
     """Gives a buffer a value, if need be with its shape and dtype, so that no version counts it."""
-    if _FORM(buffer) == _FORM(value) and can_be_packed(buffer):
+    if buffer is value:
+        return
+    is_expanded = buffer.layout is torch.strided and 0 in buffer.stride()  # cannot be written to
+    if _FORM(buffer) == _FORM(value) and not is_expanded:
         buffer.data.copy_(value)
-    elif buffer is not value:
+    else:
         buffer.data = value.clone()

@@ -203,7 +203,7 @@ def _lists_of_samples(found: _Found, dim: int, size: int | None) -> tuple[list[_
         return all(map(_is_tensor, part.items)) and len(rows) == 1 and rows.isdisjoint({None, 1})
 
     known = {part.size for part in found.lists if not are_columns(part)}
-    known |= {part.size for part in found.names} | ({size} - {None})
+    known |= {part.size for part in found.names} | (set() if size is None else {size})
     lists = [part for part in found.lists if part.size in known or not are_columns(part)]
     inside = [row for part in found.lists if part not in lists for row in part.rows]
     return lists, [*found.outside, *inside]
@@ -230,7 +230,7 @@ def _large(found: Sequence[_Part]) -> Sequence[_Part]:
 
 def _agreed_or_raise(found: _Found, dim: int) -> int | None:
     """The one size beside sizes of 1, of leaves with rows or else of names; None without any."""
-    parts = found.rows or found.lists or found.names
+    parts: Sequence[_Part] = found.rows or found.lists or found.names
     parts = _large(parts) or parts
     for other in parts:
         if other.size != parts[0].size:

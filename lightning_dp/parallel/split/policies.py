@@ -147,7 +147,7 @@ def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
 
 
 def plain_weight(weight: Any) -> float:
@@ -156,5 +156,5 @@ def plain_weight(weight: Any) -> float:
 
 
 def _is_weight(value: Any) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_number = not isinstance(value, bool) and isinstance(value, Real)
     return bool(is_number and 0 <= value < math.inf)

@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Its step reads a buffer, and writes another one."""
+    """Its step reads a buffer, and may write another one."""
+
+    writes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +33,8 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Tensor) -> Tensor:
-        self.seen.fill_(float(batch.sum()))
+        if self.writes:
+            self.seen.fill_(float(batch.sum()))
         return self.net(batch * self.scale).square().mean()
 
     def predict_step(self, batch: Tensor) -> Tensor:
@@ -52,7 +55,6 @@ def halve(tensor: Tensor) -> None:
     tensor.data.mul_(0.5)
 
 
-@pytest.mark.filterwarnings("ignore:A step leaves buffers different")
 def test_a_replica_that_sat_out_the_step_after_a_resync_has_them() -> None:
     oracle = Net()
     with engine_of(copy.deepcopy(oracle)) as engine, torch.no_grad():
@@ -73,7 +75,6 @@ def thaw(net: Net) -> None:
         net.net[0].requires_grad_(True)
 
 
-@pytest.mark.filterwarnings("ignore:A step leaves buffers different")
 @pytest.mark.parametrize("change", [thaw, lambda net: halve(net.scale)], ids=["thaw", "buffer"])
 def test_what_was_written_without_a_trace_reaches_training_replicas(
     change: Callable[[Net], None],
@@ -97,6 +98,7 @@ def test_what_was_written_without_a_trace_reaches_training_replicas(
 @pytest.mark.parametrize("sizes", [(4, 1, 1), (0, 4, 2)])
 def test_the_root_has_the_buffers_of_the_first_replica_with_samples(sizes: tuple[int, ...]) -> None:
     module, batch = Net(), torch.randn(6, 4, dtype=torch.float64)
+    module.writes = True
     with engine_of(module, sizes) as engine:
         engine.train("training_step", batch).backward()
     torch.testing.assert_close(float(module.seen), float(batch[:4].sum()))

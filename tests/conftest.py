@@ -107,6 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]
+    changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    assert not changing, f"Names that differ from process to process: {changing[:3]}"
 
 
 def _kind_of(item: pytest.Item) -> Any:

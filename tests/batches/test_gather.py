@@ -237,7 +237,6 @@ def test_scalars_are_stacked_in_the_order_of_the_replicas(k: int) -> None:
         (max, [2.5, 4.0], 4.0),
         (lambda parts: [x for part in parts for x in part], [(1,), (2, 3)], [1, 2, 3]),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("key", ["out", "aux.out"])
 def test_an_override_replaces_the_rule(

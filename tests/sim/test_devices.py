@@ -334,7 +334,6 @@ class Seen(Classifier):
         ({"devices": [3]}, ("sim:3", torch.float32)),
         ({"devices": "3,"}, ("sim:3", torch.float32)),
     ],
-    ids=str,
 )
 def test_a_trainer_on_one_device_gives_the_cpus_numbers(
     options: dict[str, Any], seen: tuple[str, torch.dtype]

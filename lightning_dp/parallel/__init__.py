@@ -6,8 +6,8 @@ threads and rendezvous (`apply`), how outputs are joined (`gather`), the joint l
 gradients (`reduce`). Beside them: copies between devices (`comm`), several `processes`, and the
 comparison of a split call with one device (`check`). Imports torch only.
 
-What runs on a replica is a `call`: of step mode (`step`) or forward mode (`forward`, with
-`forward_losses` for several processes). A step that did not fit runs again: `out_of_memory`. For
+What runs on a replica is a `call`: of step mode (`step`) or forward mode (`forward`; for several
+processes `ForwardParallel.step_of_rank`). A step that did not fit runs again: `out_of_memory`. For
 plain PyTorch: `data_parallel`, `functional`, `state_keys`. Helpers: `devices`,
 `checks` of options, `usage` (samples, seconds, memory), `errors`, `contexts`;
 private names of torch are in `torch_private`.

@@ -26,7 +26,7 @@ Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
 
 StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
-"""Of the replicas, what is called, the shards, and whether it is a rerun."""
+"""Takes (replicas, name of the call, shards, is_rerun); returns the context for one apply."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class EngineOptions:
         output_device: where gathered outputs end up.
         split: how many samples each device gets.
         dim: the dimension along which batches are cut and outputs joined.
-        columns: whether lists are containers of columns whatever is in them.
+        is_call_arguments: tensors that all have one size are columns whatever lists they are in; a
+            list has one item per sample only beside a tensor that says so.
         cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
         buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
         executor: how the replicas run, see `Executor`.
@@ -51,7 +52,7 @@ class EngineOptions:
     output_device: torch.device
     split: SplitPolicy
     dim: int = 0
-    columns: bool = False
+    is_call_arguments: bool = False
     cost_key: str | None = None
     buffers: Buffers = "first"
     executor: ExecutorName = "auto"
@@ -91,7 +92,7 @@ class ReplicaCall(ABC):
         """What a replica does with its shard."""
 
     def to_host(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
-        """The outputs on their way to the host, which does not wait for these devices yet."""
+        """Starts the copies of the outputs to the CPU, and does not wait for these devices yet."""
         return to_device_together(outputs, torch.device("cpu"), later=devices)
 
     @abstractmethod

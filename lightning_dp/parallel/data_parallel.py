@@ -193,7 +193,7 @@ class DataParallel(nn.Module, Generic[Module]):
         """Cuts the arguments of a call; evenly, if they are not for all devices."""
         devices, kwargs = _resolved(device_ids), kwargs or {}
         arguments = {**dict(enumerate(inputs)), **kwargs}
-        inferred = infer_for(self.module, arguments, self.dim, columns=True)
+        inferred = infer_for(self.module, arguments, self.dim, is_call_arguments=True)
         if inferred.size:
             is_even = devices != self.devices
             policy = split_policy("even", None, devices) if is_even else self._policy()
@@ -261,8 +261,8 @@ class DataParallel(nn.Module, Generic[Module]):
 
     def __del__(self) -> None:
         """As `close`. A finalizer would hold the engine, and with it what holds this wrapper."""
-        own = self.__dict__  # a replica of this has the engine of the original
-        if own.get("_engine") and own["_identity"] == id(self) and not sys.is_finalizing():
+        engine, identity = map(self.__dict__.get, ("_engine", "_identity"))
+        if engine and identity == id(self) and not sys.is_finalizing():  # a replica has it, too
             self.close()
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
@@ -273,8 +273,8 @@ class DataParallel(nn.Module, Generic[Module]):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads into the module, from keys with prefixes of wrappers or without them."""
-        own = normalize_state_dict(state_dict, self.module, strict=False)
-        return self.module.load_state_dict(own, strict, assign)
+        renamed = normalize_state_dict(state_dict, self.module, strict=False)
+        return self.module.load_state_dict(renamed, strict, assign)
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay behind: a copy makes its own when it is first called."""

@@ -141,11 +141,11 @@ def replica_names(devices: Sequence[torch.device], process: int | None = None) -
         >>> replica_names([torch.device(name) for name in ("cuda:0", "cuda:0", "cuda:1")], 3)
         ['process3/cuda:0:0', 'process3/cuda:0:1', 'process3/cuda:1']
     """
-    before, own = "" if process is None else f"process{process}/", list(devices)
+    prefix = "" if process is None else f"process{process}/"
     numbers = [
-        f":{own[:k].count(device)}" if own.count(device) > 1 else "" for k, device in enumerate(own)
+        f":{devices[:k].count(d)}" if devices.count(d) > 1 else "" for k, d in enumerate(devices)
     ]
-    return [f"{before}{device}{number}" for device, number in zip(own, numbers, strict=True)]
+    return [f"{prefix}{device}{number}" for device, number in zip(devices, numbers, strict=True)]
 
 
 def replica_text(k: int, names: Sequence[str]) -> str:
@@ -173,7 +173,7 @@ def allocated_memory(device: torch.device) -> int:
 
 
 def busy_clock(device: torch.device) -> float:
-    """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
+    """Seconds that a simulated device has computed so far; 0 for real devices, which count none."""
     return float(_call(device, "busy_seconds"))
 
 
@@ -183,12 +183,12 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
-    """What threads enter that work for the calling one, which waits for them; None: nothing.
+    """The context that a worker enters while the calling thread waits for it; None: none needed.
 
-    Devices that compute their time have to know.
+    Only simulated devices have it, to compute their time; real accelerators do not.
     """
-    own = getattr(torch.get_device_module(device), "hand_over", None)
-    return None if own is None else own()
+    make_context = getattr(torch.get_device_module(device), "hand_over", None)
+    return None if make_context is None else make_context()
 
 
 def counts_memory(device: torch.device) -> bool:
@@ -245,4 +245,5 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def seed_apart(seed: int, place: int) -> int:
     """A seed that follows from another one, and from the place of a device; at 0 the same one."""
-    return (seed + place * 0x9E3779B97F4A7C15) % 2**63  # it is odd: any number of times, another
+    # The factor is odd, so every place gives another seed modulo 2**63.
+    return (seed + place * 0x9E3779B97F4A7C15) % 2**63

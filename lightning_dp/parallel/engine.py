@@ -57,7 +57,7 @@ class Engine:
     Args:
         module: the user's module, on the root device.
         devices: the replicas' devices, root first; an entry may repeat.
-        options: those of `EngineOptions`.
+        fields: those of `EngineOptions`.
 
     Attributes:
         asked: the module whose `batch_size`, `split_batch` and `sample_cost` are called.
@@ -76,24 +76,26 @@ class Engine:
     before_replica: Callable[[], object] | None = None
     profile: Callable[[str], AbstractContextManager[None]] | None = None
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], **options: Any) -> None:
-        self.options = own = EngineOptions(**options)
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], **fields: Any) -> None:
+        self.options = options = EngineOptions(**fields)
         self.module = self.asked = module
-        self.devices, self.output_device, self.world = list(devices), own.output_device, own.world
+        self.devices, self.output_device = list(devices), options.output_device
         self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.accelerators = [d for d in (*devices, own.output_device) if d.type != "cpu"]
-        self.planner = Planner(len(devices), own.split)
-        self.replicas = Replicas(module, devices, own.rules, reduce_gradients)
-        self.reducer = Reducer(self.replicas, self.devices, own.buffers, own.world)
-        self.row_rules = RowRules(own.dim, own.overrides or {})
-        self.meter = UsageMeter(devices, None if own.world is None else own.world.rank)
+        self.accelerators = [d for d in (*devices, options.output_device) if d.type != "cpu"]
+        self.world = options.world
+        self.planner = Planner(len(devices), options.split)
+        self.replicas = Replicas(module, devices, options.rules, reduce_gradients)
+        self.reducer = Reducer(self.replicas, self.devices, options.buffers, self.world)
+        self.row_rules = RowRules(options.dim, options.overrides or {})
+        self.meter = UsageMeter(devices, None if self.world is None else self.world.rank)
         if self.planner.learns:
             self.meter.watch()
         self.calls = Calls()  # of the replicas, in the latest apply
-        # Two threads would limit the norm of the same row of a weight twice.
+        # nn.Embedding(max_norm=...) rescales rows of its weight in the forward. Replicas on the CPU
+        # share that weight, so two threads would rescale a row twice.
         in_order = self.on_cpu and bool(self.replicas.limited)
-        how: ExecutorName = "inorder" if in_order else own.executor
-        seconds = Calls.timeout if own.timeout is None else own.timeout.total_seconds()
+        how: ExecutorName = "inorder" if in_order else options.executor
+        seconds = Calls.timeout if options.timeout is None else options.timeout.total_seconds()
         self.executor = Executor(devices, how, self.replicas.lose, self.meter.names, seconds)
         self._recovery = Recovery(self.planner, self.devices)
         self._snapshot = Snapshot()
@@ -132,7 +134,7 @@ class Engine:
         with stage("lightning_dp.apply"):
             outputs = self.apply(call, modules, batch)
         with stage("lightning_dp.gather"):
-            return self.gather(call, outputs, batch)
+            return call.gather(outputs, batch)
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """The backward of a joint loss: every replica's, then the sums of their gradients."""
@@ -168,15 +170,14 @@ class Engine:
             path: the submodule that is called; batch norm in it takes no shard of one sample.
             training: whether it is a training step.
         """
-        own = self.options
         if self.meter.is_watched:
             self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
-        n, reading = infer_for(self.asked, batch, own.dim, columns=own.columns)
+        n, reading = self._infer(batch)
         if n is None and self.expects_samples:
-            warn_of_nothing_to_cut(own.dim)
+            warn_of_nothing_to_cut(self.options.dim)
         if not n:
             return self.planner.whole()
-        costs = partial(sample_costs, self.asked, batch, n, own.cost_key)
+        costs = partial(sample_costs, self.asked, batch, n, self.options.cost_key)
         least = partial(fewest_samples, self.module, path)
         return self.planner.plan(n, costs, training=training, reading=reading, least=least)
 
@@ -192,8 +193,8 @@ class Engine:
         if plan.whole:
             parts = [transfer(batch, self.devices[0])]
         else:
-            inferred, dim = Inferred(sum(plan.sizes), plan.reading), self.options.dim
-            parts = list(cut_for(self.asked, batch, inferred, plan.sizes, dim, plan.order))
+            inferred = Inferred(sum(plan.sizes), plan.reading)
+            parts = cut_for(self.asked, batch, inferred, plan.sizes, self.options.dim, plan.order)
             for k, device in enumerate(self.devices):
                 parts[k] = transfer(parts[k], device) if plan.sizes[k] else None
         order, rules = plan.order, self.row_rules
@@ -221,9 +222,8 @@ class Engine:
 
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> Any:
         """Calls every active replica with its shard; outputs in shard order."""
-        own, meter = self.options, self.meter
-        self.last_sizes = shards.sizes
-        self.calls = calls = Calls(shards.active_sizes, shards.active_order, own.dim, own.world)
+        self.last_sizes, meter, dim = shards.sizes, self.meter, self.options.dim
+        self.calls = calls = Calls(shards.active_sizes, shards.active_order, dim, self.world)
         call.begin(shards)
         is_measured = call.training and meter.is_watched
         if is_measured and not shards.whole:
@@ -233,7 +233,7 @@ class Engine:
         num_compiled = compiled.counts()["total"]
         try:
             # Records what replicas do to metrics, logs and lists.
-            with own.context(self.replicas, call.name, shards, self.is_rerun), compiling:
+            with self.options.context(self.replicas, call.name, shards, self.is_rerun), compiling:
                 tasks = []
                 for k in shards.active:
                     run = partial(call.on_replica, modules[k], shards.parts[k])
@@ -268,10 +268,6 @@ class Engine:
             self.replicas.adopt_rows(shards.active)
         return outputs
 
-    def gather(self, call: ReplicaCall, outputs: Any, shards: Shards) -> Any:
-        """What one device would have returned for the whole batch, on the output device."""
-        return call.gather(outputs, shards)
-
     def join(
         self, outputs: Sequence[Any], shards: Shards, replicas: Sequence[int] | None = None
     ) -> Any:
@@ -279,19 +275,19 @@ class Engine:
 
         Args:
             outputs: of the replicas.
-            shards: theirs, and of others.
+            shards: all shards of the step, also those of replicas that are not joined here.
             replicas: which ones; None for all that are active.
         """
-        own = self.options
+        options = self.options
         sizes, order = shards.active_sizes, shards.active_order
         if replicas is not None:
             sizes = [shards.sizes[k] for k in replicas]
             order = None if shards.order is None else [shards.order[k] for k in replicas]
         return gather(
             outputs,
-            output_device=own.output_device,
-            dim=own.dim,
-            scalars=own.scalars,
+            output_device=options.output_device,
+            dim=options.dim,
+            scalars=options.scalars,
             sizes=sizes,
             order=order,
             row_rules=shards.row_rules,
@@ -341,14 +337,17 @@ class Engine:
 
     def count_samples(self, batch: Any) -> int | None:
         """How many samples a batch has; None if there is nothing to cut."""
-        own = self.options
-        return infer_for(self.asked, batch, own.dim, columns=own.columns).size
+        return self._infer(batch).size
+
+    def _infer(self, batch: Any) -> Inferred:
+        options = self.options
+        return infer_for(
+            self.asked, batch, options.dim, is_call_arguments=options.is_call_arguments
+        )
 
     def cut(self, batch: Any, sizes: Sizes) -> list[Any]:
         """A batch in parts of these sizes, where it is; None for a size of 0."""
-        own = self.options
-        inferred = infer_for(self.asked, batch, own.dim, columns=own.columns)
-        return cut_for(self.asked, batch, inferred, sizes, own.dim)
+        return cut_for(self.asked, batch, self._infer(batch), sizes, self.options.dim)
 
     def profiler_range(self, name: str) -> AbstractContextManager[Any]:
         """A range of `torch.profiler` and of the Trainer's profiler, if they record."""

@@ -56,8 +56,9 @@ class ForwardParallel(Engine):
     spread already. A module whose call is spread may say by `batch_size`, `split_batch` and
     `sample_cost` how its arguments are cut; else the root's methods are asked.
 
-    Weights are copied where they are known to have changed, after a backward, and in training those
-    that are not trained. Other writes through `.data` need a `resync`.
+    Before each call, replicas get all parameters known to have changed, and after a backward all
+    trained ones. In training mode or with gradients enabled, frozen parameters
+    (requires_grad=False) are copied too. Other writes through `.data` need a `resync`.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -145,15 +146,18 @@ class ForwardParallel(Engine):
         with on_streams(self._streams), replaced(self, asked=called if decides else self.module):
             if self.first_calls is not None and not is_in_backward():
                 self.first_calls.before(self, path, len(args), arguments)
-            return self.run(self.spread_call(path, len(args)), arguments)
+            return self.run(self.make_spread_call(path, len(args)), arguments)
 
     @property
     def is_training(self) -> bool:
         """Whether any part of the module is in training mode."""
         return any([module.training for module in self.replicas.submodules[0]])
 
-    def spread_call(self, path: str = "", num_args: int = 0) -> SpreadCall:
-        """The next call of a submodule, as which the replicas are to be brought up to date."""
+    def make_spread_call(self, path: str = "", num_args: int = 0) -> SpreadCall:
+        """Makes the next `SpreadCall` and sets which parameters replicas must get first.
+
+        Requests a full copy if training or grad mode has changed.
+        """
         training = self.is_training
         mode = (training, torch.is_grad_enabled())
         if mode != self._mode and not is_in_backward():
@@ -192,13 +196,13 @@ class ForwardParallel(Engine):
             step = None if output is None else StepOutput.parse(output)
         except NoLossError:
             return output  # Lightning raises its own error
-        own: Tensor | None = None
+        value: Tensor | None = None
         items, has_graph = None, False
         if step is not None:
-            own, has_graph = step.loss.detach(), step.loss.requires_grad
+            value, has_graph = step.loss.detach(), step.loss.requires_grad
             items = None if step.num_items is None else float(step.num_items)
         kind = {"has_graph": has_graph, "is_sum": loss_reduction == "sum"}
-        joint = exchange_losses(own, samples, items, world, **kind)
+        joint = exchange_losses(value, samples, items, world, **kind)
         self.reducer.rank_samples = joint.samples  # exchanged once, after the backward
         loss = None if joint.value is None else joint.on(self.output_device)
         if loss is not None and joint.has_graph:

@@ -119,9 +119,9 @@ def parallel_apply(
             "each replica's device, or leave them out."
         )
     tasks = []
-    for k, (replica, own, named) in enumerate(zip(replicas, inputs, keywords, strict=True)):
-        if own is not None:
-            args = own if isinstance(own, tuple) else (own,)
+    for k, (replica, positional, named) in enumerate(zip(replicas, inputs, keywords, strict=True)):
+        if positional is not None:
+            args = positional if isinstance(positional, tuple) else (positional,)
             call = partial(replica, *args, **(named or {}))
             tasks.append(Task(k, places[k], call, lambda: ", forward"))
     outputs: list[Any] = [None] * len(replicas)

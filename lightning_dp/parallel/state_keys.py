@@ -63,10 +63,10 @@ def normalize_state_dict(
         )
     if reference is None:
         return rename(state_dict, without_outer(keys, prefixes))
-    own = keys_of(reference, "reference")
-    names = match_keys(keys, own, prefixes)
-    if strict and not set(own).issuperset(names.values()):
-        raise ValueError(summarize_mismatch(names, own))
+    wanted = keys_of(reference, "reference")
+    names = match_keys(keys, wanted, prefixes)
+    if strict and not set(wanted).issuperset(names.values()):
+        raise ValueError(summarize_mismatch(names, wanted))
     return rename(state_dict, names)
 
 
@@ -103,20 +103,20 @@ def match_keys(
             places = _without_holder(places)
     names = {key: key for key in keys}
     for bare in groups.keys() & places.keys():
-        group, own = groups[bare], places[bare]
-        if set(group) <= set(own):
+        group, fitting = groups[bare], places[bare]
+        if set(group) <= set(fitting):
             continue
-        if len(own) > 1:
+        if len(fitting) > 1:
             raise ValueError(
                 f"normalize_state_dict: expected one place for {group[0]!r}, got two that fit: "
-                f"{own[0]!r} and {own[1]!r}. Rename it yourself before."
+                f"{fitting[0]!r} and {fitting[1]!r}. Rename it yourself before."
             )
         if len(group) > 1:
             raise ValueError(
                 f"normalize_state_dict: expected each parameter once, got both {group[0]!r} and "
-                f"{group[1]!r} for {own[0]!r}. Remove one of them."
+                f"{group[1]!r} for {fitting[0]!r}. Remove one of them."
             )
-        names[group[0]] = own[0]
+        names[group[0]] = fitting[0]
     return names
 
 

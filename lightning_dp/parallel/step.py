@@ -81,7 +81,7 @@ class EvaluationStep(ReplicaCall):
     """Calls a method of the module with each shard, and gathers what it returns."""
 
     is_training = False
-    shards: Shards  # the latest ones that it was made with
+    shards: Shards  # of the latest call
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class EvaluationStep(ReplicaCall):
         args: tuple[Any, ...] = (),
         transfer: Transfer = to_device,
     ) -> None:
-        self.name, self.training, self.transfer = method, self.is_training, transfer
+        super().__init__(method, training=self.is_training, transfer=transfer)
         self.engine, self.args = engine, args
         if self.training and engine.frozen_may_change:
             self.copied_parameters = "frozen"

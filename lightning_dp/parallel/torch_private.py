@@ -149,7 +149,7 @@ hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks", "_post_accumul
 def hooked(parameters: Tensors) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
     tables = list(map(hooks_of, parameters))
-    return [i for i, own in enumerate(tables) if any(own)] if any(map(any, tables)) else []
+    return [i for i, hooks in enumerate(tables) if any(hooks)] if any(map(any, tables)) else []
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:

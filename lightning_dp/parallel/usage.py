@@ -52,10 +52,9 @@ class DeviceUsage:
 class UsageMeter:
     """Adds up what the devices do; once it `is_watched`, measures every training step, too.
 
-    In a measured step, a device whose module counts `busy_seconds` is believed. On other
-    accelerators, events at both ends of a replica's forward and backward say when it has finished
-    them; in between it waits for the others. On the CPU a replica's seconds are those that its
-    worker spent in its calls. Each measured step resets the devices' peaks of memory.
+    On accelerators, a replica's seconds are those between events at both ends of its forward and of
+    its backward; simulated devices count them themselves (`busy_clock`). On the CPU they are those
+    that its worker spent in its calls. Each measured step resets the devices' peaks of memory.
 
     Attributes:
         names: the replicas' names.
@@ -99,11 +98,11 @@ class UsageMeter:
     def working(self, replicas: Sequence[int]) -> Iterator[None]:
         """Counts what these replicas' devices do meanwhile as the step's work."""
         spans = [] if self._running is None else self._running.spans
-        own = [(spans[k], DeviceTimer([self._devices[k]])) for k in replicas] if spans else []
+        started = [(spans[k], DeviceTimer([self._devices[k]])) for k in replicas] if spans else []
         try:
             yield
         finally:
-            for of_device, span in own:
+            for of_device, span in started:
                 span.end()
                 of_device.append(span)
 

@@ -34,6 +34,7 @@ from lightning_dp.parallel.apply import Executor, Task, collectives
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.reduce import Reducer
 from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.step import TrainingStep
 
 pytestmark = [
     pytest.mark.usefixtures("on", "one_thread"),
@@ -54,7 +55,7 @@ INSIDE: dict[str, tuple[type, str]] = {
     "scatter": (Engine, "scatter"),
     "replicate": (Replicas, "refresh"),
     "apply": (Engine, "apply"),
-    "gather": (Engine, "gather"),
+    "gather": (TrainingStep, "gather"),
     "before backward": (Reducer, "begin"),
     "after backward": (Reducer, "commit"),
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Literal
 
 from lightning_dp.parallel.check.compare import (
     UNCHANGED,
@@ -24,9 +23,7 @@ from lightning_dp.parallel.check.compare import (
 from lightning_dp.parallel.check.report import NAMES, Difference, Report
 from lightning_dp.parallel.check.snapshot import NotChecked
 from lightning_dp.parallel.check.trial import Call, Trial, muted
-from lightning_dp.parallel.reduce import loss_weights
-
-LossReduction = Literal["mean", "sum"]
+from lightning_dp.parallel.reduce import LossReduction, loss_weights
 
 _ROUNDING_FACTOR = 30.0
 """A difference is rounding if it is at most this times what perturbed parameters make."""
@@ -117,7 +114,10 @@ class _Comparison:
         self._found = {k: off for k, off in self._found.items() if off > factor * largest[k]}
 
     def _switch_off_what_is_known(self) -> None:
-        """What differs with batch norm by running statistics and without chance."""
+        """Runs both calls again with batch norm in eval mode, then with constant random draws.
+
+        Keeps the differences that remain; names "batch norm", "random" or "not repeatable".
+        """
         trial = self._trial
         trial.run(constant_draws=True)
         draws = trial.draws
@@ -138,9 +138,10 @@ class _Comparison:
             self._without_chance(list(draws.names), is_controlled=not draws.uncontrolled)
 
     def _without_chance(self, drawn: Sequence[str], *, is_controlled: bool) -> None:
-        """What differs where random numbers do not depend on how many samples there are."""
-        # Those of Python and NumPy do if a shard draws fewer: else replicas draw what the root
-        # draws, as their generators start alike.
+        """Drops differences that random numbers explain, and names the cause "random"."""
+        # Python and NumPy draws depend on the number of samples if a shard leaves these generators
+        # in another state than the whole batch does. Otherwise every replica draws what the root
+        # draws, because all start from the same seed.
         states = []
         for shard in (None, self._trial.active[0]):
             self._trial.run(shard=shard, **self._options)
@@ -189,10 +190,10 @@ class _Comparison:
         sizes = [size for size in self._call.sizes if size]
         sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
         fitted = _shares_in(self._alone, parts)
-        own = {k: v for k, v in self._alone.values.items() if k.kind in ("loss", "gradient")}
+        compared = {k: v for k, v in self._alone.values.items() if k.kind in ("loss", "gradient")}
 
         def is_made_of(weights: Sequence[float]) -> bool:
-            return not differing(Outcome(own), weighted_sum(parts, weights), self._trial.eps)
+            return not differing(Outcome(compared), weighted_sum(parts, weights), self._trial.eps)
 
         if is_made_of(sums):
             if not self._is_sum:

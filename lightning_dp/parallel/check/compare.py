@@ -78,10 +78,10 @@ def differing(alone: Outcome, split: Outcome, eps: float) -> dict[Key, float]:
 
 
 def distance(a: Any, b: Any, eps: float = 0.0, floor: float = 0.0) -> float:
-    """How far `b` is off `a`, relative to `a`.
+    """How far `b` is off `a`, relative to the largest entry of `a`; inf if shapes or types differ.
 
-    It is 0 where that is half of the digits or less, or within `floor`; infinite where shapes or
-    types differ.
+    Returns 0 if the largest difference is at most sqrt(eps) times the largest entry of `a`, plus
+    `floor`.
     """
     if a is b:
         return 0.0

@@ -75,8 +75,8 @@ class FirstCalls:
         else:
 
             def make_call() -> Call:
-                own = self._make_engine(lambda n: sizes)
-                return self._make_call(own, path, num_args, part, sizes)
+                check_engine = self._make_engine(lambda n: sizes)
+                return self._make_call(check_engine, path, num_args, part, sizes)
 
             report = check(make_call, replace(report, sizes=sizes))
         self._seen.add(kind)
@@ -195,8 +195,8 @@ def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Si
     k = max(1, min(k, n // least))
     spare = n - least * k
     second = spare // 3 if k > 2 else 0
-    own = iter([least + spare - second, least + second, *[least] * (k - 2)][:k])
-    return tuple(next(own, 0) if is_active else 0 for is_active in active)
+    shares = iter([least + spare - second, least + second, *[least] * (k - 2)][:k])
+    return tuple(next(shares, 0) if is_active else 0 for is_active in active)
 
 
 def check_is_cheap(engine: Engine) -> None:

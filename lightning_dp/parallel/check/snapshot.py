@@ -274,8 +274,8 @@ def _held_by(node: Any) -> Iterator[tuple[str, Any]]:
     attributes: dict[str, Any] = {}
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(node, nn.Module):
-        own = {name: value for name, value in vars(node).items() if name not in FIXED_NAMES}
-        attributes = {**parameter_table(node), **buffer_table(node), **child_table(node), **own}
+        others = {name: value for name, value in vars(node).items() if name not in FIXED_NAMES}
+        attributes = {**parameter_table(node), **buffer_table(node), **child_table(node), **others}
     elif isinstance(node, Optimizer):  # its state changes only where it steps
         attributes = {"param_groups": node.param_groups}
     elif isinstance(node, dict):
@@ -316,8 +316,8 @@ def _of_no_device(items: Any) -> Any:
     if not isinstance(items, dict):
         return items
     keys = {key: key if isinstance(key, tuple) else (key,) for key in items}
-    own = [k for k, parts in keys.items() if not any(isinstance(p, torch.device) for p in parts)]
-    return {key: items[key] for key in own}
+    kept = [k for k, parts in keys.items() if not any(isinstance(p, torch.device) for p in parts)]
+    return {key: items[key] for key in kept}
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:

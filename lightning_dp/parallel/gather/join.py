@@ -59,17 +59,17 @@ def fit_shapes(
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes):
         return "ragged", 0
-    own = dim % ndim if -ndim <= dim < ndim else -1
+    preferred = dim % ndim if -ndim <= dim < ndim else -1
     free = [d for d in range(ndim) if len({(*s[:d], *s[d + 1 :]) for s in shapes}) == 1]
     multiples = {d: multiple_of([shape[d] for shape in shapes], sizes) for d in free}
     exact = [d for d in free if multiples[d] == 1]
-    if own in exact or (multiples.get(own) and len(exact) != 1):
-        return "rows", own
+    if preferred in exact or (multiples.get(preferred) and len(exact) != 1):
+        return "rows", preferred
     if len(exact) == 1:
         return "rows", exact[0]
     if len(set(map(tuple, shapes))) == 1:
         return "same", 0
-    return ("uneven", own) if own in free else ("ragged", 0)
+    return ("uneven", preferred) if preferred in free else ("ragged", 0)
 
 
 def multiple_of(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
@@ -335,7 +335,7 @@ def override_at(path: tree.Path, overrides: Mapping[str, Override]) -> Override 
 
 
 def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
-    """Where some replicas have one number per sample, a `squeeze` took the dim of one sample."""
+    """Reshapes 0-dim tensors to [1] beside 1-dim ones: `squeeze()` took the dim of one sample."""
     if len({t.dim() for t in tensors}) > 1 and all(
         tuple(t.shape) == ((n,) if t.dim() else ()) and (t.dim() or n == 1)
         for t, n in zip(tensors, sizes, strict=True)

@@ -2,9 +2,9 @@
 
 1. **Columns**: all tensors have one size along `dim`. Lists are containers of columns, as PyTorch's
    `default_collate` makes them; lists of names or numbers of that length are columns, too.
-2. **Lists of samples**, as in detection: the outermost lists below the top, with alike items, have
-   one length, and tensors beside them that size. Such a list has one item per sample. Tensors of
-   one length in a list are columns unless another list says how many samples there are.
+2. **Lists of samples**, as in detection: inside the batch there are lists of n items with equal
+   structure, and every tensor outside of them has size n. Each of these lists has one item per
+   sample. A list of tensors of equal size has columns, unless another list has as many items as it.
 3. **A list of samples**: the batch is a list of alike tuples, mappings or objects.
 
 The first that holds is the reading, with two exceptions. Lists of mappings or objects, and lists
@@ -63,10 +63,12 @@ class _Found(NamedTuple):
     names: list[_Part]  # the outermost lists of names or numbers
 
 
-def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = False) -> Inferred:
+def infer_for(
+    module: nn.Module, batch: Any, dim: int = 0, *, is_call_arguments: bool = False
+) -> Inferred:
     """How a module's batch is read: by its method `batch_size(batch)`, else by what is in it."""
     if callable(getattr(module, "batch_size", None)):
-        return _as_module_says(module, batch, dim, columns=columns)
+        return _as_module_says(module, batch, dim, is_call_arguments=is_call_arguments)
     # Most batches are a tensor, or a flat container of nothing but tensors of one size.
     kind = type(batch)
     parts = [*batch.values()] if kind is dict else batch if kind in (list, tuple) else [batch]
@@ -74,16 +76,16 @@ def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = Fa
         sizes = {size_of(part, dim) for part in parts}
         if len(sizes) == 1 and None not in sizes:
             return Inferred(sizes.pop(), "columns")
-    return infer_batch_size(batch, dim, columns=columns)
+    return infer_batch_size(batch, dim, is_call_arguments=is_call_arguments)
 
 
 def infer_batch_size(
-    batch: Any, dim: int, *, columns: bool = False, size: int | None = None
+    batch: Any, dim: int, *, is_call_arguments: bool = False, size: int | None = None
 ) -> Inferred:
     """How a batch is read by what is in it, as one of `size` samples if that is known.
 
-    With `columns`, as for the arguments of a call, tensors that all have one size are columns
-    whatever lists they are in; a list has one item per sample only beside a tensor that says so.
+    With `is_call_arguments`, tensors that all have one size are columns whatever lists they are
+    in; a list has one item per sample only beside a tensor that says so.
 
     Example:
         >>> import torch
@@ -95,13 +97,13 @@ def infer_batch_size(
     """
     found = _look(batch, dim, size)
     n = _agreed(found.rows, size)
-    if columns and n is not None:
+    if is_call_arguments and n is not None:
         return Inferred(n, "columns")
     lists, beside = _lists_of_samples(found, dim, size)
     if size is None and (outer := _agreed(beside)) and _agreed([*lists, *beside]) is None:
         found = _look(batch, dim, outer)  # only lists as long as the tensors beside them
         lists, beside = _lists_of_samples(found, dim, size)
-    if columns and not beside:
+    if is_call_arguments and not beside:
         return Inferred(size or _agreed_or_raise(found, dim), "columns")
     by_lists = _agreed(lists if size is not None else [*lists, *beside], size) if lists else None
     samples = len(batch) if _is_list_of_samples(batch) and size in (None, len(batch)) else None
@@ -126,7 +128,7 @@ def infer_batch_size(
     return Inferred(size or _agreed_or_raise(found, dim), "columns")
 
 
-def _as_module_says(module: Any, batch: Any, dim: int, *, columns: bool) -> Inferred:
+def _as_module_says(module: Any, batch: Any, dim: int, *, is_call_arguments: bool) -> Inferred:
     """How a batch is read of which the module's method `batch_size(batch)` says the size."""
     size, name = module.batch_size(batch), f"{type(module).__qualname__}.batch_size"
     if type(size) is not int or size < 0:
@@ -144,7 +146,7 @@ def _as_module_says(module: Any, batch: Any, dim: int, *, columns: bool) -> Infe
             f"{name}: expected the length of something in the batch along dim {dim} "
             f"{tuple(sorted(lengths))}, got {size}. Return that number. {WAY_OUT}"
         )
-    return infer_batch_size(batch, dim, columns=columns, size=size)
+    return infer_batch_size(batch, dim, is_call_arguments=is_call_arguments, size=size)
 
 
 def holds_samples(node: Any, reading: Kind, dim: int, path: tree.Path) -> bool:

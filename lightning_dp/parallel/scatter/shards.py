@@ -180,10 +180,10 @@ def cut_for(
     order: Order | None = None,
 ) -> list[Any]:
     """Cuts a batch by the module's method `split_batch(batch, sizes)`, or else as `cut` does."""
-    own = getattr(module, "split_batch", None)
-    if own is None:
+    split_batch = getattr(module, "split_batch", None)
+    if split_batch is None:
         return cut(batch, sizes, dim, order, inferred)
-    parts = list(own(batch, sizes))
+    parts = list(split_batch(batch, sizes))
     if len(parts) != len(sizes):
         raise ValueError(
             f"{type(module).__qualname__}.split_batch: expected one shard for each of "
@@ -253,8 +253,8 @@ def to_device_together(
     """
     leaves = [leaf for node in nodes for leaf in tree.leaves(node)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    are_there = all(tensor.device == device for tensor in tensors)
-    if are_there and not any(is_movable(leaf) for leaf in leaves):
+    all_moved = all(tensor.device == device for tensor in tensors)
+    if all_moved and not any(is_movable(leaf) for leaf in leaves):
         return list(nodes)
     arrived = iter(to_device_coalesced(tensors, device, later=later))
 

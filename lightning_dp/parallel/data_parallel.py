@@ -127,7 +127,7 @@ class DataParallel(nn.Module, Generic[Module]):
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
             "dim": dim,
-            "columns": True,
+            "is_call_arguments": True,
             "buffers": buffers,
             "executor": executor,
             "overrides": gather_overrides,

@@ -26,7 +26,7 @@ from lightning_dp.parallel.apply import (
 from lightning_dp.parallel.call import EngineOptions, ReplicaCall, Transfer
 from lightning_dp.parallel.comm import host_waits_for
 from lightning_dp.parallel.contexts import replaced
-from lightning_dp.parallel.gather import RowRules, gather
+from lightning_dp.parallel.gather import Join, RowRules
 from lightning_dp.parallel.out_of_memory import Recovery
 from lightning_dp.parallel.reduce import (
     JointBackward,
@@ -278,20 +278,12 @@ class Engine:
             shards: all shards of the step, also those of replicas that are not joined here.
             replicas: which ones; None for all that are active.
         """
-        options = self.options
         sizes, order = shards.active_sizes, shards.active_order
         if replicas is not None:
             sizes = [shards.sizes[k] for k in replicas]
             order = None if shards.order is None else [shards.order[k] for k in replicas]
-        return gather(
-            outputs,
-            output_device=options.output_device,
-            dim=options.dim,
-            scalars=options.scalars,
-            sizes=sizes,
-            order=order,
-            row_rules=shards.row_rules,
-        )
+        rules, scalars = shards.row_rules, self.options.scalars
+        return Join(tuple(sizes), self.output_device, rules, scalars, order).gather(outputs)
 
     # Out of memory
 

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.gather import Join
 from lightning_dp.parallel.scatter import Shards, to_device, to_device_together, tree
 from lightning_dp.parallel.split import batch_order
 
@@ -193,16 +193,10 @@ class Merge:
             places = batch_order(self._order or ()) if is_cut else range(len(items))
             return [items[i] for i in places or ()]
         number, name, *keys = path
+        options = tuple(self._sizes), self._output_device, self._row_rules, "merge", self._order
+        path = (tree.Attribute(name), *keys)
         return [
-            gather(
-                list(row),
-                self._output_device,
-                sizes=self._sizes,
-                order=self._order,
-                row_rules=self._row_rules,
-                where=("self", number, i),
-                at=(tree.Attribute(name), *keys),
-            )
+            Join(*options, where=("self", number, i)).gather(row, path)
             for i, row in enumerate(zip(*tails, strict=True))
         ]
 

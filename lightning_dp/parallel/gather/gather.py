@@ -17,7 +17,6 @@ from lightning_dp.parallel.scatter import (
     Override,
     RowRules,
     infer_batch_size,
-    to_device_together,
     tree,
 )
 from lightning_dp.parallel.split import Order, Sizes
@@ -34,9 +33,6 @@ def gather(
     scalars: Scalars = "merge",
     overrides: Mapping[str, Override] | None = None,
     order: Order | None = None,
-    row_rules: RowRules | None = None,
-    where: tuple[Any, ...] = ("output",),
-    at: tree.Path = (),
 ) -> Any:
     """Joins the replicas' outputs, in shard order, on the output device.
 
@@ -77,9 +73,6 @@ def gather(
             container itself.
         order: for each of these outputs the positions of its samples in the batch, if these are not
             consecutive; rows of samples are brought into the batch's order.
-        row_rules: the engine's `dim`, overrides and warnings; in the place of these arguments.
-        where: what the outputs are, for messages.
-        at: their path in it.
 
     Raises:
         GatherError: an output has no joint value, or an override is not possible.
@@ -104,9 +97,8 @@ def gather(
             f"sizes: expected {len(outputs)} numbers, one per output, got {len(sizes)}: {sizes}. "
             "Give the size of every shard of which there is an output."
         )
-    row_rules = row_rules or RowRules(dim, overrides or {})
-    join = Join(sizes, device, row_rules, scalars, where, order, sizes_are_known=is_known)
-    return join.node(to_device_together(outputs, device), at)
+    rules = RowRules(dim, overrides or {})
+    return Join(sizes, device, rules, scalars, order, sizes_are_known=is_known).gather(outputs)
 
 
 def check_overrides(overrides: Mapping[str, Override] | None, option: str = "overrides") -> None:

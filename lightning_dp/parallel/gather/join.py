@@ -28,6 +28,7 @@ from lightning_dp.parallel.scatter import (
     move,
     pick,
     size_of,
+    to_device_together,
     tree,
     weighted_mean,
 )
@@ -138,10 +139,14 @@ class Join:
     device: torch.device
     row_rules: RowRules
     scalars: Scalars = "merge"
-    where: tuple[Any, ...] = ("output",)
     order: Order | None = None
+    where: tuple[Any, ...] = ("output",)
     warns: bool = True
     sizes_are_known: bool = True
+
+    def gather(self, outputs: Sequence[Any], path: tree.Path = ()) -> Any:
+        """The outputs, which may be on any device and lie at this path, joined on `device`."""
+        return self.node(to_device_together(outputs, self.device), path)
 
     def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
         """The nodes of all replicas at a path, joined; those that are None are left out."""

@@ -2,9 +2,11 @@
 
 `planner` decides once per batch. It asks the policy that the options name (`policies`), and keeps
 to what has fitted so far and to the fewest samples that a replica can work with. Fixed policies are
-functions of `arithmetic`; those of `learning` and `auto` learn from what the devices did.
+functions of `arithmetic`; `adaptive`, `memory` and `auto` learn from what the devices did.
 """
 
+from lightning_dp.parallel.split.adaptive import Adaptive as Adaptive
+from lightning_dp.parallel.split.adaptive import StepUsage as StepUsage
 from lightning_dp.parallel.split.arithmetic import Order as Order
 from lightning_dp.parallel.split.arithmetic import Sizes as Sizes
 from lightning_dp.parallel.split.arithmetic import SplitPolicy as SplitPolicy
@@ -17,9 +19,7 @@ from lightning_dp.parallel.split.arithmetic import minimax as minimax
 from lightning_dp.parallel.split.arithmetic import weighted as weighted
 from lightning_dp.parallel.split.auto import Auto as Auto
 from lightning_dp.parallel.split.auto import Timing as Timing
-from lightning_dp.parallel.split.learning import Adaptive as Adaptive
-from lightning_dp.parallel.split.learning import Memory as Memory
-from lightning_dp.parallel.split.learning import StepUsage as StepUsage
+from lightning_dp.parallel.split.memory import Memory as Memory
 from lightning_dp.parallel.split.planner import Plan as Plan
 from lightning_dp.parallel.split.planner import Planner as Planner
 from lightning_dp.parallel.split.policies import CostSplit as CostSplit

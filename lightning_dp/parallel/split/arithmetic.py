@@ -25,7 +25,7 @@ Caps: TypeAlias = Sequence[int | None]
 """Of each device the most samples it can take; None for no limit."""
 
 SplitPolicy: TypeAlias = Callable[[int], Sizes]
-"""Batch size in, sizes out."""
+"""Batch size in, sizes out. Some also have a method `learn(step)` or `parts(costs)`."""
 
 NEAR = 1.01
 """`by_cost` keeps the batch's order if the fullest device has at most this times the optimum."""

@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightning_dp.parallel.split.adaptive import Adaptive, StepUsage
 from lightning_dp.parallel.split.arithmetic import Sizes, even
-from lightning_dp.parallel.split.learning import Adaptive, Capacities, StepUsage
+from lightning_dp.parallel.split.memory import Capacities
 
 TIMED = 5  # steps of each number of devices; the first step after a change is not timed
 FAR = 1.5  # a number that takes this many times the best time is timed once

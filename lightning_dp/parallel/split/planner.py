@@ -8,17 +8,14 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from lightning_dp.parallel.split.adaptive import StepUsage
 from lightning_dp.parallel.split.arithmetic import (
     Order,
     Sizes,
     SplitPolicy,
-    by_cost,
     even,
     fitted,
 )
-from lightning_dp.parallel.split.auto import Auto
-from lightning_dp.parallel.split.learning import Adaptive, Memory, StepUsage
-from lightning_dp.parallel.split.policies import CostSplit
 
 Least: TypeAlias = Callable[[], int]
 """Returns the fewest samples that a replica can work with."""
@@ -54,8 +51,9 @@ class Planner:
     def __init__(self, k: int, policy: SplitPolicy) -> None:
         self.policy = policy
         self.latest = Plan((0,) * k)
-        self._learner = policy if isinstance(policy, Adaptive | Memory | Auto) else None
-        self.learns = self._learner is not None
+        self._learn: Callable[[StepUsage], None] | None = getattr(policy, "learn", None)
+        self._parts_by_cost: Callable[..., Order] | None = getattr(policy, "parts", None)
+        self.learns = self._learn is not None
         self._caps: dict[bool, list[int | None]] = {t: [None] * k for t in (True, False)}
         self._learnt: StepUsage | None = None
         self._least: Least = lambda: 1
@@ -82,8 +80,8 @@ class Planner:
         self._least = least
         caps = self._caps[training]
         has_caps = caps.count(None) < len(caps)
-        if isinstance(self.policy, CostSplit) and not has_caps:
-            parts = by_cost(costs(), len(caps)).parts
+        if self._parts_by_cost is not None and not has_caps:
+            parts = self._parts_by_cost(costs())
             sizes = tuple(map(len, parts))
             if not _has_single(sizes) or least() == 1:
                 is_sliced = all(isinstance(part, range) for part in parts)
@@ -105,8 +103,8 @@ class Planner:
 
     def learn(self, step: StepUsage | None) -> None:
         """Shows a training step, once, to a policy that learns."""
-        if self._learner is not None and step is not None and step is not self._learnt:
-            self._learner.learn(step)
+        if self._learn is not None and step is not None and step is not self._learnt:
+            self._learn(step)
             self._learnt = step
 
     def record_oom(self, devices: Sequence[int], *, training: bool) -> None:

@@ -1,21 +1,15 @@
-"""Splits that learn from the training steps: by the devices' times, or by their memory."""
+"""split="adaptive": samples by the devices' speeds, as the times of training steps show them."""
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from lightning_dp.parallel.split.arithmetic import Sizes, even, minimax
-
-log = logging.getLogger("lightning_dp")
-
-Capacities: TypeAlias = Callable[[], Sequence[int]]
-"""Returns for each replica the bytes that this process can have on its device."""
+from lightning_dp.parallel.split.arithmetic import Sizes, minimax
 
 Line: TypeAlias = tuple[float, float]
 """Seconds of a step on one device: `(fixed, per_sample)`."""
@@ -54,16 +48,17 @@ KEPT_TIMES = 8  # latest steps of each device that are kept
 WARM_UP = 1  # first steps that are not used: they build caches
 PAUSE = 2  # steps after a change of the split until the next one
 MIN_GAIN = 0.01  # share of a step's time that another split has to gain
-NOISE_FACTOR = 3  # how many times the scatter of equal steps another split has to gain
+NOISE_FACTOR = 3  # how many times the noise of equal steps another split has to gain
 
 
 class Adaptive:
     """A split that follows the devices' speeds, so that all end a step at the same time.
 
-    It begins even, or with given shares. The rule: a device's time is `fixed + per_sample * n`,
-    as its latest steps show; of the splits that it began with and that it has, each is replaced by
-    the `minimax` of these lines where the step gets shorter by 1 %, and by three times what the
-    times of equal steps scatter. A device that is left without samples is not measured again.
+    It begins even, or with given shares. A line `fixed + per_sample * n` is fitted to each device's
+    latest times. The best split is the `minimax` of these lines. It is adopted only if it beats
+    both the initial and the present split by more than 1 % and by more than three times the noise
+    of equal steps. If it does not beat the initial split by that much, the initial split is used
+    again. A device that is left without samples is not measured again.
 
     Example:
         >>> split = Adaptive(2)
@@ -103,7 +98,7 @@ class Adaptive:
         if self._steps < self._next_decision or not all(self._times):
             return
         lines = list(map(_line, self._times))
-        n, noise = sum(step.sizes), max(map(_scatter, self._times, step.sizes))
+        n, noise = sum(step.sizes), max(map(_relative_noise, self._times, step.sizes))
         worth = 1 + max(MIN_GAIN, NOISE_FACTOR * noise)
         best = _solve(n, *zip(*lines, strict=True))
         least = _slowest(best, lines)
@@ -139,93 +134,7 @@ def _seconds(times: Sequence[tuple[int, float]], samples: int) -> float:
     return min([seconds for n, seconds in times if n == samples][-2:])
 
 
-def _scatter(times: Sequence[tuple[int, float]], samples: int) -> float:
-    """How far the times of one size scatter above their shortest, relative to it."""
+def _relative_noise(times: Sequence[tuple[int, float]], samples: int) -> float:
+    """How far the median time of steps of this size is above the shortest, relative to that."""
     of_size = [seconds for n, seconds in times if n == samples]
     return statistics.median(of_size) / min(of_size) - 1 if of_size else 0.0
-
-
-KEPT_STEPS = 16  # latest steps that are kept: the split is for the heaviest of their batches
-SAME = 0.02  # relative difference below which steps are equally heavy, and shares equally good
-
-
-class Memory:
-    """A split that leaves equally much memory free on every device.
-
-    A device's peak is `fixed + per_sample * samples`. Fixed are weights, gradients, the optimizer's
-    state and gathered outputs: usually more on the root. What a sample takes is the same
-    everywhere, since the module is. The rule: the heaviest of the latest 16 steps tells both, the
-    least that a device added per sample, and what is left of each peak; `minimax` of peak minus
-    capacity gives equal free memory. All that a step adds counts as its samples', so each split
-    moves too few samples rather than too many. The first step is even. Replicas whose `places` are
-    the same number share one device's memory.
-
-    Example:
-        >>> split = Memory([0, 1], lambda: [1000, 1000])
-        >>> split(20)
-        (10, 10)
-        >>> split.learn(StepUsage((10, 10), (1, 1), 1, (520, 400), start_bytes=(270, 150)))
-        >>> split(20)  # at most 25 bytes per sample
-        (8, 12)
-    """
-
-    def __init__(self, places: Sequence[int], capacities: Capacities) -> None:
-        self._k, self._capacities = len(places), capacities
-        self._replicas = [
-            [k for k, place in enumerate(places) if place == device]
-            for device in sorted(set(places))
-        ]
-        self._steps: deque[StepUsage] = deque(maxlen=KEPT_STEPS)
-        self._per_sample = 1.0
-        self._used: list[float] = []  # of each device, fixed - capacity; empty until measured
-        self._shares: Sizes = ()  # of each device in the latest split
-        self._has_warned = False
-
-    def __call__(self, n: int) -> Sizes:
-        """The sizes for a batch of n samples."""
-        if not self._used:
-            return even(n, self._k)
-        shares = minimax(n, self._used, [self._per_sample] * len(self._used))
-        # Otherwise equal devices would change places, as often as one has a sample more.
-        kept = self._shares if sum(self._shares) == n else shares
-        if self._fullest(kept) - self._fullest(shares) > SAME * self._per_sample:
-            kept = shares
-        self._shares = kept
-        sizes = [0] * self._k
-        for replicas, share in zip(self._replicas, kept, strict=True):
-            for k, size in zip(replicas, even(share, len(replicas)), strict=True):
-                sizes[k] = size
-        return tuple(sizes)
-
-    def learn(self, step: StepUsage) -> None:
-        """Takes in a training step: each device's samples, its bytes before it and at its peak."""
-        if not any(step.peak_bytes):
-            if not self._has_warned:
-                log.warning(
-                    "split='memory': CPU replicas share one memory, so there is nothing to learn, "
-                    "and every batch is split evenly. Use split='even' on the CPU."
-                )
-            self._has_warned = True
-            return
-        self._steps.append(step)
-        heaviest = max(sum(step.peak_bytes) for step in self._steps)
-        heavy = [s for s in self._steps if sum(s.peak_bytes) >= (1 - SAME) * heaviest][-1]
-        roots = [replicas[0] for replicas in self._replicas]
-        samples = [sum(heavy.sizes[k] for k in replicas) for replicas in self._replicas]
-        self._per_sample = max(
-            1.0,
-            min(
-                (heavy.peak_bytes[k] - heavy.start_bytes[k]) / n
-                for k, n in zip(roots, samples, strict=True)
-                if n
-            ),
-        )
-        capacities = self._capacities()
-        self._used = [
-            heavy.peak_bytes[k] - self._per_sample * n - capacities[k]
-            for k, n in zip(roots, samples, strict=True)
-        ]
-
-    def _fullest(self, shares: Sizes) -> float:
-        """How little memory the fullest device has left, negated."""
-        return max(used + self._per_sample * n for used, n in zip(self._used, shares, strict=True))

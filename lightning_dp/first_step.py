@@ -37,7 +37,7 @@ from lightning_dp.parallel.check import (
     check,
     check_is_cheap,
     copied,
-    on_host,
+    copy_to_cpu,
     small_part,
 )
 from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
@@ -256,7 +256,7 @@ def _record(values: dict[Key, Any], name: str, value: Any, *args: Any, **options
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value.detach())
     # Of a metric the states are compared.
-    values[key] = None if isinstance(value, nn.Module) else on_host(value)
+    values[key] = None if isinstance(value, nn.Module) else copy_to_cpu(value)
 
 
 def _metric_states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
@@ -266,7 +266,7 @@ def _metric_states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
             value = getattr(metric, state)
             if isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
                 value = torch.cat([torch.atleast_1d(v) for v in value])
-            yield Key("metric", f"{name}.{state}"), on_host(value)
+            yield Key("metric", f"{name}.{state}"), copy_to_cpu(value)
 
 
 class _SilentLogger(ObjectProxy):

@@ -91,8 +91,8 @@ class ReplicaCall(ABC):
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """What a replica does with its shard."""
 
-    def to_host(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
-        """Starts the copies of the outputs to the CPU, and does not wait for these devices yet."""
+    def to_cpu(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
+        """Starts to copy the outputs to the CPU; the caller waits for these devices."""
         return to_device_together(outputs, torch.device("cpu"), later=devices)
 
     @abstractmethod

@@ -248,7 +248,7 @@ class Engine:
                 )
                 if call.gathers and self.output_device.type == "cpu" and self.accelerators:
                     # What replicas have logged has left already.
-                    outputs = call.to_host(outputs, self.devices)
+                    outputs = call.to_cpu(outputs, self.devices)
                     host_waits_for(*self.devices)
         except BaseException:
             if not is_in_backward():  # where a checkpoint ends its recomputation by an exception

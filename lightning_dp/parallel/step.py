@@ -124,14 +124,14 @@ class TrainingStep(EvaluationStep):
     is_training = has_backward = True
     _of_ranks: JointLoss | None = None
 
-    def to_host(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
+    def to_cpu(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
         """Losses stay, too: their backward begins where they are."""
         steps = parse_outputs(self.shards.active, outputs)
         parts = [(step.loss.detach(), step.num_items, step.extras) for step in steps.values()]
         return {
             k: step._replace(value=value, num_items=items, extras=extras)
             for (k, step), (value, items, extras) in zip(
-                steps.items(), super().to_host(parts, devices), strict=True
+                steps.items(), super().to_cpu(parts, devices), strict=True
             )
         }
 

@@ -12,7 +12,7 @@ import torch
 from support.oracle import devices_of
 from torch import nn
 
-from lightning_dp.parallel.check.snapshot import Snapshot
+from lightning_dp.parallel.check.snapshot import ModuleSnapshot
 from lightning_dp.parallel.devices import allocated_memory
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def test_everything_is_put_back() -> None:
     weight.grad = torch.ones_like(weight)
     weight.register_hook(lambda gradient: gradient * 2)
     pictured = state(module), weight.grad, dict(weight._backward_hooks)
-    before = Snapshot(module, [torch.device("cpu")])
+    before = ModuleSnapshot(module, [torch.device("cpu")])
     assert weight.grad is None and not weight._backward_hooks
     numbers = []
     for seed in (None, 1, None):
@@ -121,7 +121,7 @@ def test_values_are_kept_off_the_devices(on: str) -> None:
     device = devices_of(2)[1]
     module = nn.Linear(200, 200).to(device)
     held = allocated_memory(device)
-    before = Snapshot(module, [device])
+    before = ModuleSnapshot(module, [device])
     assert held == allocated_memory(device)
     numbers = torch.rand(2, device=device)
     module.weight.data.zero_()

@@ -1,7 +1,7 @@
 """Check: does a split call give the numbers of one device, and if not, why?
 
 Decided here: what a call may change and how that is put back (`snapshot`), how both calls run
-(`trial`), what is compared and how closely (`compare`), why they differ (`causes`), in which words
+(`runner`), what is compared and how closely (`compare`), why they differ (`causes`), in which words
 (`report`), and how a module is checked whose calls are spread over the devices (`first_call`).
 
 The *root* is the first device, on which the user's module is. *Alone* is a call on the root, with
@@ -17,6 +17,6 @@ from lightning_dp.parallel.check.first_call import copied as copied
 from lightning_dp.parallel.check.first_call import small_part as small_part
 from lightning_dp.parallel.check.report import Report as Report
 from lightning_dp.parallel.check.report import announce as announce
+from lightning_dp.parallel.check.runner import Call as Call
 from lightning_dp.parallel.check.snapshot import NotChecked as NotChecked
-from lightning_dp.parallel.check.snapshot import on_host as on_host
-from lightning_dp.parallel.check.trial import Call as Call
+from lightning_dp.parallel.check.snapshot import copy_to_cpu as copy_to_cpu

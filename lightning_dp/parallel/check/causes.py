@@ -21,8 +21,8 @@ from lightning_dp.parallel.check.compare import (
     weighted_sum,
 )
 from lightning_dp.parallel.check.report import NAMES, Difference, Report
+from lightning_dp.parallel.check.runner import Call, CallRunner, muted
 from lightning_dp.parallel.check.snapshot import NotChecked
-from lightning_dp.parallel.check.trial import Call, Trial, muted
 from lightning_dp.parallel.reduce import LossReduction, loss_weights
 
 _ROUNDING_FACTOR = 30.0
@@ -47,11 +47,11 @@ def check(
         try:
             call = make_call()
             try:
-                trial = Trial(call)
+                runner = CallRunner(call)
                 try:
-                    return _Comparison(trial, loss_reduction).report(report)
+                    return _Comparison(runner, loss_reduction).report(report)
                 finally:
-                    trial.end()
+                    runner.end()
             finally:
                 call.engine.close()
         except NotChecked as reason:
@@ -68,8 +68,8 @@ class _Comparison:
     and the distances of the values that differ. `_causes` are those found so far.
     """
 
-    def __init__(self, trial: Trial, loss_reduction: LossReduction) -> None:
-        self._trial, self._call = trial, trial.call
+    def __init__(self, runner: CallRunner, loss_reduction: LossReduction) -> None:
+        self._runner, self._call = runner, runner.call
         self._is_sum = loss_reduction == "sum"
         self._options: dict[str, bool] = {}
         self._causes: dict[str, str] = {}
@@ -79,16 +79,16 @@ class _Comparison:
 
     def _run_both(self, **options: bool) -> None:
         self._options |= options
-        self._alone = self._trial.run(**self._options)
-        self._split = self._trial.run(split=True, **self._options)
-        self._found = differing(self._alone, self._split, self._trial.eps)
+        self._alone = self._runner.run(**self._options)
+        self._split = self._runner.run(split=True, **self._options)
+        self._found = differing(self._alone, self._split, self._runner.eps)
 
     def report(self, empty: Report) -> Report:
         """Where both calls differ, looks for the causes."""
         if self._found:
             self._switch_off_what_is_known()
         if self._found and "not repeatable" not in self._causes:
-            perturbed = (self._trial.run(perturbed=i, **self._options) for i in (1, 2, 3))
+            perturbed = (self._runner.run(perturbed=i, **self._options) for i in (1, 2, 3))
             self._keep_beyond(perturbed, _ROUNDING_FACTOR)
             if self._found:
                 self._name_causes()
@@ -118,22 +118,22 @@ class _Comparison:
 
         Keeps the differences that remain; names "batch norm", "random" or "not repeatable".
         """
-        trial = self._trial
-        trial.run(constant_draws=True)
-        draws = trial.draws
-        trial.computes_in(draws.dtypes)
-        unstable = differing(self._alone, trial.run(), trial.eps)
+        runner = self._runner
+        runner.run(constant_draws=True)
+        draws = runner.draws
+        runner.computes_in(draws.dtypes)
+        unstable = differing(self._alone, runner.run(), runner.eps)
         if any(k.kind in ("loss", "gradient", "output") for k in unstable.keys() & self._found):
             self._name("not repeatable")
             return
-        self._found = differing(self._alone, self._split, trial.eps)
+        self._found = differing(self._alone, self._split, runner.eps)
         self._found = {k: off for k, off in self._found.items() if k not in unstable}
-        if self._found and trial.norms:
+        if self._found and runner.norms:
             before = self._found
             self._run_both(norms_off=True)
             found = self._found
             if found.keys() != before.keys() or any(found[k] < before[k] / 2 for k in found):
-                self._name("batch norm", _listed(list(trial.norms)))
+                self._name("batch norm", _listed(list(runner.norms)))
         if self._found:
             self._without_chance(list(draws.names), is_controlled=not draws.uncontrolled)
 
@@ -143,9 +143,9 @@ class _Comparison:
         # in another state than the whole batch does. Otherwise every replica draws what the root
         # draws, because all start from the same seed.
         states = []
-        for shard in (None, self._trial.active[0]):
-            self._trial.run(shard=shard, **self._options)
-            states.append(self._trial.python_state)
+        for shard in (None, self._runner.active[0]):
+            self._runner.run(shard=shard, **self._options)
+            states.append(self._runner.python_state)
         draws_for_each_sample = states[0] != states[1]
         if not drawn and not draws_for_each_sample:
             return
@@ -155,7 +155,7 @@ class _Comparison:
             self._alone, self._split, self._found = plain
             self._options["constant_draws"] = is_controlled = False
         if self._found and (draws_for_each_sample or not is_controlled):
-            others = (self._trial.run(seed=seed, **self._options) for seed in range(1, 9))
+            others = (self._runner.run(seed=seed, **self._options) for seed in range(1, 9))
             self._keep_beyond(others, _CHANCE_FACTOR)
         if not (self._found and drawn == ["randperm"]):  # pairs that differ are no chance
             self._name("random", ", ".join(drawn) or "numpy's or Python's")
@@ -172,7 +172,7 @@ class _Comparison:
             elif "output" not in keys:
                 self._name("whole batch", "The backward of forward", sentence="forward")
         if "whole batch" in self._causes:  # a loss that is logged as well has its cause already
-            loss, eps, values = self._alone.loss, self._trial.eps, self._alone.values
+            loss, eps, values = self._alone.loss, self._runner.eps, self._alone.values
             keys["log"] = [k for k in keys.get("log", ()) if distance(loss, values.get(k), eps)]
         for kind, of_kind in keys.items():
             if kind == "output":
@@ -186,14 +186,14 @@ class _Comparison:
 
     def _name_cause_of_loss(self) -> None:
         """Which weights make the shards' losses and gradients those of the batch."""
-        parts = [self._trial.run(shard=k, **self._options) for k in self._trial.active]
+        parts = [self._runner.run(shard=k, **self._options) for k in self._runner.active]
         sizes = [size for size in self._call.sizes if size]
         sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
         fitted = _shares_in(self._alone, parts)
         compared = {k: v for k, v in self._alone.values.items() if k.kind in ("loss", "gradient")}
 
         def is_made_of(weights: Sequence[float]) -> bool:
-            return not differing(Outcome(compared), weighted_sum(parts, weights), self._trial.eps)
+            return not differing(Outcome(compared), weighted_sum(parts, weights), self._runner.eps)
 
         if is_made_of(sums):
             if not self._is_sum:

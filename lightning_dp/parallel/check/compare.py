@@ -27,7 +27,7 @@ UNCHANGED = "not set"
 
 @dataclass(frozen=True)
 class Outcome:
-    """All values of one call, in host memory; a gradient is None where a parameter has none."""
+    """All values of one call, on the CPU; a gradient is None where a parameter has none."""
 
     values: dict[Key, Any]
 

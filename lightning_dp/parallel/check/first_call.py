@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from lightning_dp.parallel.apply import fewest_samples
 from lightning_dp.parallel.check.causes import check
 from lightning_dp.parallel.check.report import Report
-from lightning_dp.parallel.check.snapshot import NotChecked, on_host
-from lightning_dp.parallel.check.trial import Call, is_checking
+from lightning_dp.parallel.check.runner import Call, is_checking
+from lightning_dp.parallel.check.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.scatter import to_device, tree
@@ -106,7 +106,7 @@ class ForwardCall(Call):
         call = SpreadCall(self._forward, self._path, self._num_args, training=False)
         output = call.on_replica(self.module, to_device(arguments, self.engine.devices[0]))
         if shard is None:
-            self._returned = on_host(output)
+            self._returned = copy_to_cpu(output)
         return output
 
     def split(self) -> Any:
@@ -142,7 +142,7 @@ class ForwardCall(Call):
                 spread = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * 0.6180339887498949
                 weights = (spread.frac() - 0.5).view(leaf.shape).to(leaf)
                 terms.append((leaf * weights).sum().to(self.engine.output_device).double().real)
-        return torch.stack(terms).sum() if terms else None, on_host(output)
+        return torch.stack(terms).sum() if terms else None, copy_to_cpu(output)
 
 
 # The part of a batch that is checked

@@ -57,11 +57,11 @@ class _Found(NamedTuple):
     is_compared: bool
 
 
-class Snapshot:
+class ModuleSnapshot:
     """A module at one moment, with all that hangs on it, and the state of random generators.
 
     One walk from the module finds parameters, buffers, other tensors and arrays, containers,
-    modules, generators and the user's plain objects. Kept are values in host memory, and of
+    modules, generators and the user's plain objects. Kept are values on the CPU, and of
     containers and objects which others they hold. Not seen is what a call does to a file, an
     environment, a class, a global number, or to objects of libraries.
 
@@ -107,7 +107,7 @@ class Snapshot:
         self._gradients = StashedGradients(self.parameters)
 
     def changes(self) -> dict[tuple[str, str], Any]:
-        """What differs from the snapshot now, by kind and place, as detached host copies.
+        """What differs from the snapshot now, by kind and place, as detached copies on the CPU.
 
         Attributes that a step binds on modules are not among it: replica 0's value stays by rule.
         """
@@ -121,19 +121,19 @@ class Snapshot:
                 continue
             if before is None:  # a new object, seen where it is held
                 if kind == "buffer":
-                    changed[kind, name] = on_host(node)
+                    changed[kind, name] = copy_to_cpu(node)
             elif isinstance(node, Tensor | np.ndarray):
                 if not _is_equal(node, before):
-                    changed[kind, name] = on_host(node)
+                    changed[kind, name] = copy_to_cpu(node)
             elif isinstance(node, _CONTAINERS):
                 now = _of_no_device(node)
                 if _ids(now) != _ids(_of_no_device(before)):
                     ordered = sorted(now, key=repr) if isinstance(now, set) else list(now)
-                    changed["list", path] = on_host(now if isinstance(now, dict) else ordered)
+                    changed["list", path] = copy_to_cpu(now if isinstance(now, dict) else ordered)
             elif _is_entered(node):
                 for key, value in vars(node).items():
                     if not isinstance(value, _CONTAINERS) and value is not before.get(key, self):
-                        changed["state", f"{path}.{key}"] = on_host(value)
+                        changed["state", f"{path}.{key}"] = copy_to_cpu(value)
         return changed
 
     def restore(self) -> None:
@@ -259,8 +259,8 @@ class Snapshot:
                         self._keep_items(value, value)
 
 
-def on_host(node: Any) -> Any:
-    """A copy of a tree with its tensors detached, in host memory."""
+def copy_to_cpu(node: Any) -> Any:
+    """A copy of a tree with its tensors detached, on the CPU."""
     return tree.map_leaves(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, node
     )

@@ -179,7 +179,7 @@ def _cat(leaves: Sequence[Any], dim: int) -> Any:
 
 
 def _move_tensor(leaf: Any, device: torch.device) -> Any:
-    # Copies to the host are finished on return, because its readers do not wait for the device.
+    # Copies to the CPU are finished on return, because its readers do not wait for the device.
     return leaf.to(device, non_blocking=device.type != "cpu")
 
 
@@ -227,7 +227,7 @@ _ARRAYS = LeafType(
     lambda leaf, dim: _rows(leaf.shape, dim),
     lambda leaf, sizes, dim: slices(leaf, sizes, dim % leaf.ndim),
     lambda leaves, dim: sys.modules["numpy"].concatenate(leaves, dim),
-    lambda leaf, device: leaf,  # arrays stay on the host
+    lambda leaf, device: leaf,  # arrays stay on the CPU
 )
 
 

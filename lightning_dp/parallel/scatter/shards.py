@@ -248,8 +248,8 @@ def to_device_together(
 ) -> list[Any]:
     """As `to_device` for several trees, but with few copies per source device and dtype.
 
-    Differentiable. On return the results may be read, whatever the device; but on the host not
-    those from devices of which the caller says that it will wait for them `later`.
+    Differentiable. On return the results may be read, but those on the CPU from devices in `later`
+    only after the caller has waited for these devices.
     """
     leaves = [leaf for node in nodes for leaf in tree.leaves(node)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.apply import is_synced
 from lightning_dp.parallel.check.compare import Key, Outcome, rounding
-from lightning_dp.parallel.check.snapshot import Snapshot, on_host
+from lightning_dp.parallel.check.snapshot import ModuleSnapshot, copy_to_cpu
 from lightning_dp.parallel.contexts import ObjectProxy
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.scatter import tree
@@ -86,7 +86,7 @@ class Call(ABC):
         return nullcontext()
 
 
-class Trial:
+class CallRunner:
     """Runs a call alone and split, each time from the same state, with dropout layers off.
 
     Attributes:
@@ -107,18 +107,18 @@ class Trial:
         self._dropouts = [layer for _, layer in layers if _drops(layer)]
         self.draws, self.python_state = ConstantDraws(), b""
         devices = [*call.engine.devices, call.engine.output_device]
-        self._snapshot = Snapshot(call.module, devices, call.others)
+        self._snapshot = ModuleSnapshot(call.module, devices, call.others)
 
     def computes_in(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Takes note of dtypes, as those of autocast: some may have fewer digits."""
+        """Raises `eps` to the rounding error of these dtypes, such as autocast's."""
         self.eps = max(self.eps, rounding(dtypes, self.call.engine.devices[0].type))
 
     def end(self) -> None:
-        """Leaves everything as it was before the trial."""
+        """Puts everything back as it was when the runner was made."""
         try:
             self._snapshot.end()
         finally:
-            self.call.engine.before_replica = None  # it refers to this trial: a cycle
+            self.call.engine.before_replica = None  # it refers to this runner: a cycle
 
     def run(
         self,
@@ -184,14 +184,14 @@ class Trial:
         if loss is not None and self.call.reports_loss:
             values[Key("loss")] = float(loss.detach())
         for path, leaf in () if rest is None else tree.places(rest):
-            values[Key("output", tree.name(path, ""))] = on_host(leaf)
+            values[Key("output", tree.name(path, ""))] = copy_to_cpu(leaf)
         norms = tuple(f"{name}." if name else "" for name in self.norms)
         for (kind, name), value in self._snapshot.changes().items():
             if not (kind == "buffer" and name.startswith(norms)):
                 values[Key(kind, name)] = value
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if loss is not None and tensor.is_leaf and tensor.requires_grad:
-                gradient = on_host(tensor.grad)
+                gradient = copy_to_cpu(tensor.grad)
                 if isinstance(gradient, Tensor):
                     dense = gradient.to_dense()
                     gradient = torch.view_as_real(dense) if dense.is_complex() else dense

@@ -45,9 +45,7 @@ def weights(configure: Configure, tmp_path: Path) -> Path:
 def test_training_begins_with_them(configure: Configure, tmp_path: Path) -> None:
     begun = nn.Linear(5, 2)
     torch.save(nn.DataParallel(nn.ModuleDict({"layer": begun})).state_dict(), tmp_path / "old.pt")
-    cfg = settle(
-        configure("experiment=tutorial", "model.talk=false", f"init_from={tmp_path / 'old.pt'}")
-    )
+    cfg = settle(configure("experiment=tutorial", f"init_from={tmp_path / 'old.pt'}"))
     assert torch.equal(build(cfg).model.layer.weight, begun.weight)
 
 

@@ -168,7 +168,6 @@ HYDRAS = {
     "strategy.weights=[1,2,3]": ("trainer", "weights: expected 2 numbers"),
     "strategy.output_device=9": ("trainer", "output_device", "from 0 to 1"),
     "strategy.devices=[cpu,cpu:7]": ("trainer.strategy", "devices[1]", "'cpu:7'"),
-    "model.width=0": ("model", "width: expected a whole number of at least 1"),
     "trainer.precision=fp16": ("'fp16'", "'16-mixed'"),
     "model._target_=lightning_dp.nowhere.Net": ("model", "lightning_dp.nowhere"),
 }

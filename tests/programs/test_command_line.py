@@ -133,7 +133,7 @@ STARTS = (
     *(["doctor", "--help"], ["env"]),
 )
 OWN_JOB = (
-    *("experiment=tutorial", "model.talk=false", "callbacks=default", "hydra.run.dir=run"),
+    *("experiment=tutorial", "callbacks=default", "hydra.run.dir=run"),
     *("trainer.accelerator=cpu", "trainer.devices=2", "test=false"),
     *("callbacks.model_checkpoint.monitor=train/loss", "~callbacks.early_stopping"),
 )

@@ -115,7 +115,9 @@ def test_under_a_launcher_the_processes_share_out_the_devices_of_a_machine(
     job = trainer(3)
     assert (job.world_size, job.global_rank, job.local_rank) == (2, 1, 1)
     assert job.num_devices == 1 and not job.is_global_zero
-    with pytest.raises(ValueError, match=r"num_nodes: expected 1, as 2 processes .* got 2"):
+    with pytest.raises(
+        ValueError, match=r"num_nodes: expected the number of machines, .* 2 processes .* got 2"
+    ):
         trainer(4, num_nodes=2)
     with pytest.raises(ValueError, match=r"devices: expected at least 2, .* got 1"):
         trainer(1, DataParallelStrategy())

@@ -37,8 +37,7 @@ class EngineOptions:
         output_device: where gathered outputs end up.
         split: how many samples each device gets.
         dim: the dimension along which batches are cut and outputs joined.
-        is_call_arguments: tensors that all have one size are columns whatever lists they are in; a
-            list has one item per sample only beside a tensor that says so.
+        is_call_arguments: whether batches are the arguments of a call, see `infer_batch_size`.
         cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
         buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
         executor: how the replicas run, see `Executor`.

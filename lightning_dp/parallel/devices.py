@@ -245,5 +245,4 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def seed_apart(seed: int, place: int) -> int:
     """A seed that follows from another one, and from the place of a device; at 0 the same one."""
-    # The factor is odd, so every place gives another seed modulo 2**63.
-    return (seed + place * 0x9E3779B97F4A7C15) % 2**63
+    return (seed + place * 0x9E3779B97F4A7C15) % 2**63  # an odd factor: all places differ

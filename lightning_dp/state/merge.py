@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from operator import is_
 from typing import Any, TypeAlias
@@ -193,10 +194,10 @@ class Merge:
             places = batch_order(self._order or ()) if is_cut else range(len(items))
             return [items[i] for i in places or ()]
         number, name, *keys = path
-        options = tuple(self._sizes), self._output_device, self._row_rules, "merge", self._order
+        join = Join(tuple(self._sizes), self._output_device, self._row_rules, order=self._order)
         path = (tree.Attribute(name), *keys)
         return [
-            Join(*options, where=("self", number, i)).gather(row, path)
+            replace(join, where=("self", number, i)).gather(row, path)
             for i, row in enumerate(zip(*tails, strict=True))
         ]
 

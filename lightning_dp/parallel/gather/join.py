@@ -131,8 +131,8 @@ class Join:
     Attributes:
         sizes, order: of the shards of these replicas.
         where: what a path belongs to, the name first, for messages.
-        warns: whether a doubtful choice is named.
-        sizes_are_known: or else shards are taken to be equal.
+        warns: whether to warn of tensors that do not fit together.
+        sizes_are_known: False if `sizes` are a guess, equal shards.
     """
 
     sizes: Sizes

@@ -20,9 +20,9 @@ from lightning_dp.parallel.split.arithmetic import weighted as weighted
 from lightning_dp.parallel.split.auto import Auto as Auto
 from lightning_dp.parallel.split.auto import Timing as Timing
 from lightning_dp.parallel.split.memory import Memory as Memory
+from lightning_dp.parallel.split.planner import CostSplit as CostSplit
 from lightning_dp.parallel.split.planner import Plan as Plan
 from lightning_dp.parallel.split.planner import Planner as Planner
-from lightning_dp.parallel.split.policies import CostSplit as CostSplit
 from lightning_dp.parallel.split.policies import OwnSplit as OwnSplit
 from lightning_dp.parallel.split.policies import check_split as check_split
 from lightning_dp.parallel.split.policies import is_fixed as is_fixed

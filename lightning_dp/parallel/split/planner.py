@@ -13,6 +13,7 @@ from lightning_dp.parallel.split.arithmetic import (
     Order,
     Sizes,
     SplitPolicy,
+    by_cost,
     even,
     fitted,
 )
@@ -29,6 +30,21 @@ class Plan:
     order: Order | None = None  # None for the batch's own order
     whole: bool = False  # nothing can be cut: the root gets the batch as it is
     reading: Any = "columns"  # how the batch was read, for `cut`
+
+
+class CostSplit:
+    """split="cost": the planner asks for `parts`; where these do not fit, it takes even sizes."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def __call__(self, n: int) -> Sizes:
+        """The sizes for n samples of equal cost."""
+        return even(n, self._k)
+
+    def parts(self, costs: Sequence[float] | Tensor) -> Order:
+        """Which samples each device gets."""
+        return by_cost(costs, self._k).parts
 
 
 class Planner:

@@ -8,41 +8,17 @@ from functools import lru_cache, partial
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
 from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.split.adaptive import Adaptive
-from lightning_dp.parallel.split.arithmetic import (
-    Order,
-    Sizes,
-    SplitPolicy,
-    by_cost,
-    chunk,
-    even,
-    weighted,
-)
+from lightning_dp.parallel.split.arithmetic import Sizes, SplitPolicy, chunk, even, weighted
 from lightning_dp.parallel.split.auto import Auto
 from lightning_dp.parallel.split.memory import Capacities, Memory
+from lightning_dp.parallel.split.planner import CostSplit
 
 OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
 """`(batch_size, devices) -> sizes`, one size per device."""
 
 SPLITS = ("even", "chunk", "auto", "memory", "adaptive", "cost")
-
-
-class CostSplit:
-    """split="cost": the planner asks for `parts`; where these do not fit, it takes even sizes."""
-
-    def __init__(self, k: int) -> None:
-        self._k = k
-
-    def __call__(self, n: int) -> Sizes:
-        """The sizes for n samples of equal cost."""
-        return even(n, self._k)
-
-    def parts(self, costs: Sequence[float] | Tensor) -> Order:
-        """Which samples each device gets."""
-        return by_cost(costs, self._k).parts
 
 
 def check_split(

@@ -116,7 +116,7 @@ class FirstSteps:
         except NotChecked as reason:
             why = str(reason)
         if world is not None:
-            cannot = world.gather(bool(why))
+            cannot = world.all_gather_objects(bool(why))
             if any(cannot) and not why:
                 why = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
         if why:

@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "versions-not-compared",
         "replicate",
-        _of("replicate.tensors:Parameters._follow"),
+        _of("replicate.parameters_and_buffers:Parameters._follow"),
         "written = _differences(state.versions, seen.versions)",
         "written = set()",
         "weights that an optimizer writes reach the replicas",
@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "thawed-not-sent",
         "replicate",
-        _of("replicate.tensors:Parameters._follow"),
+        _of("replicate.parameters_and_buffers:Parameters._follow"),
         "stale = bound | written | toggled",
         "stale = bound | written",
         "weights that were frozen are sent when they are trained",
@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "frozen-on-replicas-trained",
         "replicate",
-        _of("replicate.tensors:_leaf"),
+        _of("replicate.parameters_and_buffers:_leaf"),
         "requires_grad=root.requires_grad",
         "requires_grad=True",
         "a frozen parameter has no gradient",
@@ -475,7 +475,7 @@ MUTANTS = [
     Mutant(
         "gradients-not-cleared",
         "reduce",
-        _of("reduce.backward:reduce_gradients"),
+        _of("reduce.gradients:reduce_gradients"),
         "clear_gradients(chain.from_iterable(others))",
         "pass",
         "gradients of a step are not added to the next one's",
@@ -484,7 +484,7 @@ MUTANTS = [
     Mutant(
         "unused-gets-zero",
         "reduce",
-        _of("reduce.backward:reduce_gradients"),
+        _of("reduce.gradients:reduce_gradients"),
         "before, devices = list(sums), [replica[0].device for replica in parameters]",
         "before, devices = list(sums), [replica[0].device for replica in parameters]; "
         "sums = [torch.zeros_like(p) if s is None else s for p, s in zip(root, sums)]",
@@ -494,7 +494,7 @@ MUTANTS = [
     Mutant(
         "only-in-others-lost",
         "reduce",
-        _of("reduce.backward:_add"),
+        _of("reduce.gradients:add_gradients"),
         "sums[i] = gradient",
         "pass",
         "a parameter that another replica alone used has its gradient",
@@ -503,7 +503,7 @@ MUTANTS = [
     Mutant(
         "strides-lost",
         "reduce",
-        _of("reduce.backward:as_accumulated"),
+        _of("reduce.gradients:as_accumulated"),
         "return like.copy_(gradient)",
         "return gradient.contiguous()",
         "gradients have the strides of their parameters",

@@ -32,7 +32,7 @@ def of_all_ranks(own: Records, world: World) -> Records:
     Every rank takes part in every step: no other rank knows whether it has recorded anything.
     """
     sent = own._replace(calls=[list(map(_without_sync, calls)) for calls in own.calls])
-    parts = world.gather(None if world.is_idle else sent, "the end of its step")
+    parts = world.all_gather_objects(None if world.is_idle else sent, "the end of its step")
     parts[world.rank] = None if world.is_idle else sent  # values may have a graph
     return _concatenated([part for part in parts if part is not None])
 

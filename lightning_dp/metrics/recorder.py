@@ -87,11 +87,11 @@ class StepRecorder(ReplicaRules):
 
     # How metrics are replicated
 
-    def is_apart(self, module: nn.Module) -> bool:
+    def has_own_buffer_rules(self, module: nn.Module) -> bool:
         """Metrics are replicated wherever they are kept."""
         return is_metric(module)
 
-    def stays(self, module: nn.Module) -> bool:
+    def keeps_root_tensors(self, module: nn.Module) -> bool:
         """In forward mode, metrics are on the output device."""
         tensors = chain(module.parameters(), module.buffers())
         return any(tensor.device != self._devices[0] for tensor in tensors)

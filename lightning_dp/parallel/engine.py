@@ -29,9 +29,9 @@ from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.gather import Join, RowRules
 from lightning_dp.parallel.out_of_memory import Recovery
 from lightning_dp.parallel.reduce import (
+    BufferSnapshot,
     JointBackward,
     Reducer,
-    Snapshot,
     reduce_gradients,
     single_threaded,
     wait_for_autograd,
@@ -47,7 +47,11 @@ from lightning_dp.parallel.scatter import (
     warn_of_nothing_to_cut,
 )
 from lightning_dp.parallel.split import Plan, Planner, Sizes
-from lightning_dp.parallel.torch_private import is_in_backward, is_profiling
+from lightning_dp.parallel.torch_private import (
+    is_in_backward,
+    is_profiling,
+    num_compiled_frames,
+)
 from lightning_dp.parallel.usage import UsageMeter
 
 
@@ -93,12 +97,12 @@ class Engine:
         self.calls = Calls()  # of the replicas, in the latest apply
         # nn.Embedding(max_norm=...) rescales rows of its weight in the forward. Replicas on the CPU
         # share that weight, so two threads would rescale a row twice.
-        in_order = self.on_cpu and bool(self.replicas.limited)
+        in_order = self.on_cpu and bool(self.replicas.max_norm_embeddings)
         how: ExecutorName = "inorder" if in_order else options.executor
         seconds = Calls.timeout if options.timeout is None else options.timeout.total_seconds()
         self.executor = Executor(devices, how, self.replicas.lose, self.meter.names, seconds)
         self._recovery = Recovery(self.planner, self.devices)
-        self._snapshot = Snapshot()
+        self._snapshot = BufferSnapshot()
         self._undo: list[Callable[[], None]] = []  # what the present step has left on the root
         self._kept_memory = KeptMemory() if self.on_cpu else None
         self._stale = set(range(len(devices)))  # replicas that get everything at their next step
@@ -230,7 +234,7 @@ class Engine:
             meter.start(shards.sizes)
         compiled = self.replicas.compiled
         compiling = compiled.as_often() if self._compiles else nullcontext()
-        num_compiled = compiled.counts()["total"]
+        num_compiled = num_compiled_frames()
         try:
             # Records what replicas do to metrics, logs and lists.
             with self.options.context(self.replicas, call.name, shards, self.is_rerun), compiling:
@@ -254,7 +258,7 @@ class Engine:
             if not is_in_backward():  # where a checkpoint ends its recomputation by an exception
                 self.replicas.fail()
             raise
-        if compiled.counts()["total"] != num_compiled:  # of functions that were not known
+        if num_compiled_frames() != num_compiled:  # of functions that were not known
             compiled.are_known = True
         if call.training:
             self.reducer.after_forward(shards)
@@ -264,8 +268,8 @@ class Engine:
                 self._undo.append(partial(meter.take_back, shards.sizes))
             if not call.has_backward:
                 meter.stop()
-        elif self.replicas.limited:
-            self.replicas.adopt_rows(shards.active)
+        elif self.replicas.max_norm_embeddings:
+            self.replicas.copy_back_renormalized_rows(shards.active)
         return outputs
 
     def join(

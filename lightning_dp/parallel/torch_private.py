@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
-from operator import attrgetter, getitem
+from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -212,28 +212,38 @@ def watch_checkpoints(begin_watch: Callable[[], Callable[[], None] | None]) -> N
     begin = module._checkpoint_without_reentrant_generator
     forward = module.CheckpointFunction.forward
 
-    def begin_noticed(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
-        generator = begin(function, preserve, *args, **kwargs)
-        is_kept = preserve and torch.is_grad_enabled()  # else nothing is recomputed
+    @contextmanager
+    def watched(is_kept: bool) -> Iterator[None]:
         end = begin_watch() if is_kept else None
-        return generator if end is None else until_ended(generator, end)
-
-    def until_ended(generator: Iterator[None], end: Callable[[], None]) -> Iterator[None]:
         try:
-            yield from generator
-        finally:
-            end()
-
-    def forward_noticed(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
-        end = begin_watch() if preserve else None
-        try:
-            return forward(ctx, function, preserve, *args)
+            yield
         finally:
             if end is not None:
                 end()
 
-    module._checkpoint_without_reentrant_generator = begin_noticed
-    module.CheckpointFunction.forward = staticmethod(forward_noticed)
+    def begin_watched(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
+        with watched(preserve and torch.is_grad_enabled()):  # else nothing is recomputed
+            yield from begin(function, preserve, *args, **kwargs)
+
+    def forward_watched(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
+        with watched(preserve):
+            return forward(ctx, function, preserve, *args)
+
+    module._checkpoint_without_reentrant_generator = begin_watched
+    module.CheckpointFunction.forward = staticmethod(forward_watched)
+
+
+@cache
+def check_dual_levels(check: Callable[[], None]) -> None:
+    """Calls `check`, which may raise an error, before each `forward_ad.enter_dual_level`."""
+    module: Any = torch.autograd.forward_ad
+    enter = module.enter_dual_level
+
+    def enter_checked() -> Any:
+        check()
+        return enter()
+
+    module.enter_dual_level = enter_checked
 
 
 cached_values: Callable[[], object] = partial(getattr, torch.nn.utils.parametrize, "_cache")
@@ -345,19 +355,10 @@ def not_compiled(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function, reason=why))
 
 
-def compilation_counts() -> Callable[[], Mapping[str, int]]:
-    """A function whose result has in "total" how many frames were compiled so far."""
+def num_compiled_frames() -> int:
+    """How many frames the process has compiled so far."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None:
-        frames: Any = partial(getitem, dynamo.counters, "frames")
-        known: Callable[[], Mapping[str, int]] = frames
-        return known
-
-    def counts() -> Mapping[str, int]:
-        dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        return {"total": 0} if dynamo is None else dynamo.counters["frames"]
-
-    return counts
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
 _is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)

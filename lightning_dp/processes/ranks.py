@@ -155,7 +155,7 @@ class ProcessesMixin(ParallelStrategy):
             options = {} if self._timeout is None else {"timeout": self._timeout}
             join_process_group(cluster, self._backend(), **options)
             self._world = World(self.global_rank, self.world_size, timeout=self._timeout)
-            self._sizes = _agreed_sizes(self._world.gather(self.share))
+            self._sizes = _agreed_sizes(self._world.all_gather_objects(self.share))
 
     def _backend(self) -> str:
         if self._process_group_backend is not None:
@@ -177,7 +177,7 @@ class ProcessesMixin(ParallelStrategy):
         }
         own |= {f"Trainer's {n}": repr(getattr(trainer, n)) for n in _OF_TRAINER}
         own["the Trainer's method"] = repr(trainer.state.fn)
-        first, *others = world.gather(own)
+        first, *others = world.all_gather_objects(own)
         for rank, other in enumerate(others, 1):
             name = next((n for n in first if other[n] != first[n]), None)
             if name is not None:
@@ -251,7 +251,7 @@ class ProcessesMixin(ParallelStrategy):
         """Outside of steps, each process counts as one."""
         if not isinstance(tensor, Tensor):
             return tensor
-        return collectives.reduce(tensor, reduce_op, self._host(tensor.device))
+        return collectives.reduce(tensor, reduce_op, self._process_calls(tensor.device))
 
     @override
     def all_gather(
@@ -262,7 +262,7 @@ class ProcessesMixin(ParallelStrategy):
         Nothing gets a new dimension, outside of steps as inside: tensors are joined along the first
         one, in the order of the ranks.
         """
-        return collectives.all_gather(tensor, self._host(tensor.device))
+        return collectives.all_gather(tensor, self._process_calls(tensor.device))
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -279,12 +279,12 @@ class ProcessesMixin(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._outside is not None:
-            decisions = self._outside.gather(bool(decision))
+            decisions = self._outside.all_gather_objects(bool(decision))
             return min(decisions) if all else max(decisions)
         return collectives.decide(decision, everybody=all)
 
-    def _host(self, device: torch.device) -> Any:
-        """What stands for this process in collectives outside of replicas."""
+    def _process_calls(self, device: torch.device) -> Any:
+        """The calls that collectives outside of replicas take for this process."""
         world = self._outside
         if world is None:
             return None

@@ -84,7 +84,7 @@ class RankLoader:
         self._are_empty: deque[bool] = deque()  # of slices drawn, but not yielded yet
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = getattr(loader, name)
-        lengths = world.gather(sized_len(loader))
+        lengths = world.all_gather_objects(sized_len(loader))
         if len(set(lengths)) > 1:
             raise ValueError(
                 "DataLoader: expected as many batches in every process, got "

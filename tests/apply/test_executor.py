@@ -33,7 +33,7 @@ from lightning_dp.parallel.apply import (
     collectives,
     worker,
 )
-from lightning_dp.parallel.apply.executor import Trial
+from lightning_dp.parallel.apply.executor import ExecutorTuner
 from lightning_dp.parallel.comm import streams
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
@@ -276,19 +276,21 @@ def test_no_garbage_is_collected_while_replicas_run_in_threads(
 
 # Which of both ways: executor="auto"
 
-COMPARED = Trial.ROW * Trial.ROWS
+COMPARED = ExecutorTuner.ROW * ExecutorTuner.ROWS
 
 
-def times(trial: Trial, calls: int, seconds: dict[bool, float], change: Any = None) -> list[float]:
+def times(
+    tuner: ExecutorTuner, calls: int, seconds: dict[bool, float], change: Any = None
+) -> list[float]:
     """The times of calls; `change` has those of the first call of a way after the other one."""
     first, taken, before = change or seconds, [], None
     for _ in range(calls):
-        way = trial.begin()
+        way = tuner.begin()
         taken.append((seconds if way is before else first)[way])
         before = way
-        for part in (0.4, 0.6) if trial.is_measured else ():  # a forward and a backward
+        for part in (0.4, 0.6) if tuner.is_measured else ():  # a forward and a backward
             timer: Any = SimpleNamespace(seconds=part * taken[-1], wait=lambda: None)
-            trial.add(timer)
+            tuner.add(timer)
     return taken
 
 
@@ -300,15 +302,15 @@ def test_auto_costs_little_more_than_the_better_way(
     """Though the first call after a change of ways takes longer; and a busy moment is forgotten."""
     seconds = {is_threads: 1.0, not is_threads: slower}
     first = {way: change * value for way, value in seconds.items()}
-    trial = Trial()
-    times(trial, 6, seconds, first)
-    times(trial, 2, {True: 100.0, False: 100.0})
-    times(trial, COMPARED - 8, seconds, first)
-    taken = times(trial, 2 * Trial.INTERVAL, seconds, first)
+    tuner = ExecutorTuner()
+    times(tuner, 6, seconds, first)
+    times(tuner, 2, {True: 100.0, False: 100.0})
+    times(tuner, COMPARED - 8, seconds, first)
+    taken = times(tuner, 2 * ExecutorTuner.INTERVAL, seconds, first)
     assert sum(taken) / len(taken) < 1.03
     seconds = {is_threads: 1.0, not is_threads: 0.5}
-    times(trial, Trial.INTERVAL + COMPARED, seconds)
-    assert set(times(trial, 10, seconds)) == {0.5}, "the other way has become faster"
+    times(tuner, ExecutorTuner.INTERVAL + COMPARED, seconds)
+    assert set(times(tuner, 10, seconds)) == {0.5}, "the other way has become faster"
 
 
 @on_cpu  # whose time is the host's

@@ -11,8 +11,8 @@ import torch
 from support.processes import run_in_processes
 from torch import Tensor, nn
 
+from lightning_dp.parallel.comm import buckets
 from lightning_dp.parallel.processes import ProcessesApartError, World, sum_gradients
-from lightning_dp.parallel.processes import world as room
 
 
 def world() -> World:
@@ -45,11 +45,11 @@ def gradients(rank: int) -> list[Tensor | None]:
 def summed(everyone: World) -> list[Any]:
     """Once in one bucket per dtype, and once in buckets of a few bytes."""
     results = []
-    for size in (room.BUCKET_BYTES, 16):
+    for size in (buckets.BUCKET_BYTES, 16):
         own = parameters()
         for parameter, grad in zip(own, gradients(everyone.rank), strict=True):
             parameter.grad = grad
-        with mock.patch.object(room, "BUCKET_BYTES", size):
+        with mock.patch.object(buckets, "BUCKET_BYTES", size):
             sum_gradients(own, everyone)
         results.append([p.grad for p in own])
         assert own[1].grad is not None and own[1].grad.stride() == own[1].stride()
@@ -65,7 +65,11 @@ def exchanged(everyone: World) -> list[Any]:
     x = torch.arange(6.0, requires_grad=True).view(2, 3)[:, everyone.rank : everyone.rank + 1]
     values = {"x": x * 2, "flags": torch.tensor([True]), "half": torch.ones(2).bfloat16(), "n": 3}
     first = everyone.broadcast(values, 1)
-    return [everyone.gather(values), first, everyone.gather(torch.zeros(0, 2))]
+    return [
+        everyone.all_gather_objects(values),
+        first,
+        everyone.all_gather_objects(torch.zeros(0, 2)),
+    ]
 
 
 def everything() -> tuple[list[Any], list[Any]]:
@@ -73,9 +77,9 @@ def everything() -> tuple[list[Any], list[Any]]:
     found = summed(everyone), exchanged(everyone)
     for value in (Refuses(), Refuses() if everyone.rank else 1):
         with pytest.raises(TypeError, match=r"Process [012]: expected .* stays here"):
-            everyone.gather(value)
+            everyone.all_gather_objects(value)
     with pytest.raises(ProcessesApartError, match="0 is at A, process 1 is at B"):
-        everyone.gather(1, "B" if everyone.rank else "A")
+        everyone.all_gather_objects(1, "B" if everyone.rank else "A")
     sparse = nn.Parameter(torch.ones(2))
     sparse.grad = torch.ones(2).to_sparse() if everyone.rank else None
     with pytest.raises(ValueError, match=r"Expected dense gradients .* shapes \[\(2,\)\]"):

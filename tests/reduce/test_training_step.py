@@ -1,5 +1,6 @@
 """The engine's training step: the loss and the gradients of the whole batch."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -229,6 +230,9 @@ def test_a_graph_of_the_backward_is_refused_with_the_way_out() -> None:
         (3.0, TypeError, "Expected training_step to return a loss tensor.*got float"),
         ({"acc": 1}, TypeError, r"got a mapping with keys \['acc'\]"),
         (torch.ones(3), ValueError, r"Expected a loss of one element, got shape \(3,\)"),
+        ({"loss": torch.ones(()), "num_items": math.nan}, ValueError, "finite num_items.*nan"),
+        ({"loss": torch.ones(()), "num_items": math.inf}, ValueError, "finite num_items.*inf"),
+        ({"loss": torch.ones(()), "num_items": -1}, ValueError, "num_items of at least 0.*-1"),
     ],
 )
 def test_outputs_that_are_no_loss_are_refused(

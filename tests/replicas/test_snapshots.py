@@ -7,7 +7,7 @@ import torch
 from support import oracle
 from torch import Tensor
 
-from lightning_dp.parallel.reduce import Snapshot
+from lightning_dp.parallel.reduce import BufferSnapshot
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -55,7 +55,7 @@ def resize(buffers: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("change", [write, give_other_shapes, resize])
 def test_buffers_get_their_values_back(change: Callable[[dict[str, Tensor]], None]) -> None:
-    buffers, snapshot = kinds_of_buffers(here()), Snapshot()
+    buffers, snapshot = kinds_of_buffers(here()), BufferSnapshot()
     present = [None, *buffers.values()]
     for _ in range(2):  # again, with what is known of them
         snapshot.take(present)

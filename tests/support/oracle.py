@@ -175,7 +175,7 @@ def predicted(job: Trainer, module: LightningModule, data: Any) -> Any:
     job.callbacks.append(parts)
     job.predict(module, data)
     job.callbacks.remove(parts)
-    ranks = job.strategy.world.gather(parts.of_batches)
+    ranks = job.strategy.world.all_gather_objects(parts.of_batches)
     joined = []
     for batch in zip(*ranks, strict=True):
         having = [(n, output) for n, output in batch if n]

@@ -2,7 +2,7 @@
 
 In a replica each waits for all replicas that have samples, in all processes; a RendezvousError
 names those that have ended their calls or are at another collective. Outside of replicas they
-return their argument, as on one device; with several processes `host` stands for this one.
+return their argument, as on one device; with several processes `process_calls` stand for this one.
 Gradients flow through: the graph of one replica continues in the others, and the step's backward
 runs through all of them at once.
 
@@ -38,7 +38,7 @@ _OPS = {name: name for name in ("mean", "sum", "min", "max", "product")}
 _OPS |= {"avg": "mean", "prod": "product"}
 
 
-def all_gather(x: T, host: Calls | None = None) -> T:
+def all_gather(x: T, process_calls: Calls | None = None) -> T:
     """The batch's `x`, in every replica: joined as a step's outputs are, see `gather`.
 
     Tensors with a row for each sample are concatenated in the order of the batch, 0-dim floating
@@ -46,7 +46,7 @@ def all_gather(x: T, host: Calls | None = None) -> T:
 
     Args:
         x: a tensor, or containers of tensors, of the same structure on every replica.
-        host: stands for a process outside of its replicas; see `as_one_replica`.
+        process_calls: of `as_one_replica`, where the user's code calls this outside of replicas.
 
     Raises:
         GatherError: the structures differ.
@@ -55,24 +55,24 @@ def all_gather(x: T, host: Calls | None = None) -> T:
     def act(calls: Calls, values: list[Any]) -> list[Any]:
         every, sizes, order = _of_all(calls, "all_gather", values)
         joined = partial(gather, every, dim=calls.dim, sizes=sizes, order=order)
-        return [_own(joined(p.device), every) for p in calls.participants]
+        return [_clone_shared(joined(p.device), every) for p in calls.participants]
 
-    return meet("all_gather", x, act, host)
+    return meet("all_gather", x, act, process_calls)
 
 
-def reduce(x: T, op: Any = "mean", host: Calls | None = None) -> T:
+def reduce(x: T, op: Any = "mean", process_calls: Calls | None = None) -> T:
     """The replicas' tensors of one shape, or numbers, in one, in every replica.
 
     Args:
         x: what this replica brings; what is neither a tensor nor a number stays as it is.
         op: `"mean"` (or `"avg"`), weighted by shard size: of the shards' means it makes that of
             the batch; `"sum"`, `"min"`, `"max"`, `"product"`; or a `torch.distributed.ReduceOp`.
-        host: as in `all_gather`.
+        process_calls: as in `all_gather`.
 
     Raises:
         ValueError: an unknown `op`, or the shapes differ.
     """
-    if current_participant() is None and host is None:
+    if current_participant() is None and process_calls is None:
         return x
     name = _OPS.get((op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]).lower())
     if name is None:
@@ -97,7 +97,7 @@ def reduce(x: T, op: Any = "mean", host: Calls | None = None) -> T:
             return [total.item()] * len(values)
         return [total.to(p.device, copy=True) for p in calls.participants]
 
-    return meet(what, x, act, host)
+    return meet(what, x, act, process_calls)
 
 
 def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
@@ -127,7 +127,7 @@ def broadcast(x: T, src: int = 0) -> T:
                 f"broadcast: expected src from 0 to {len(every) - 1}, one of the {len(every)} "
                 f"replicas that have samples, got {src}."
             )
-        return [_own(to_device(every[src], p.device), every) for p in calls.participants]
+        return [_clone_shared(to_device(every[src], p.device), every) for p in calls.participants]
 
     return meet(what, x, act)
 
@@ -156,12 +156,12 @@ def decide(decision: bool, *, everybody: bool = True) -> bool:
 # What they share
 
 
-def meet(what: str, x: T, act: Act, host: Calls | None = None) -> T:
+def meet(what: str, x: T, act: Act, process_calls: Calls | None = None) -> T:
     """What `act` makes of the replicas' `x`, see `Task.meet`; `x` if there are no others."""
     participant = current_participant()
     if must_meet(what):
         return cast(T, cast(Task, participant).meet(what, x, act))
-    return x if participant is not None or host is None else cast(T, act(host, [x])[0])
+    return x if participant or process_calls is None else cast(T, act(process_calls, [x])[0])
 
 
 def must_meet(what: str) -> bool:
@@ -178,49 +178,49 @@ def must_meet(what: str) -> bool:
 def _of_all(
     calls: Calls, what: str, values: list[Any]
 ) -> tuple[list[Any], list[int] | None, Order | None]:
-    """What the replicas of all processes bring, the first process's first; `values` are this one's.
+    """The values of all processes' replicas, given those of this process; the first process first.
 
-    Returns their values, prepared for the graphs of other replicas; their sample counts, if known;
-    and the positions of these samples in the batch, None for the batch's own order.
+    Returns them prepared for the graphs of other replicas; the replicas' sample counts, if known;
+    and the positions of these samples in the batch, None for the order of the batch.
     """
     values = [link(calls, value) for value in values]
     if calls.world is None:
         return values, calls.sizes, calls.order
-    met = _met(calls, what, (calls.sizes, calls.order), values)
-    sizes = [own for (own, _), _ in met]
-    whole = None if None in sizes else list(chain.from_iterable(sizes))
+    received = exchange_with_processes(calls, what, (calls.sizes, calls.order), values)
+    rank_sizes = [sizes for (sizes, _), _ in received]
+    sizes = None if None in rank_sizes else list(chain.from_iterable(rank_sizes))
     order: list[Sequence[int]] | None = None
-    if any(own is not None for (_, own), _ in met):
+    if any(rank_order is not None for (_, rank_order), _ in received):
         order = []  # the samples of the processes follow each other in the batch
-        for (of_rank, own), _ in met:
+        for (of_rank, rank_order), _ in received:
             start, ends = sum(map(len, order)), [0, *accumulate(of_rank)]
-            own = own or [range(a, b) for a, b in pairwise(ends)]
-            order += [[start + i for i in of_replica] for of_replica in own]
-    return [value for _, own in met for value in own], whole, order
+            rank_order = rank_order or [range(a, b) for a, b in pairwise(ends)]
+            order += [[start + i for i in of_replica] for of_replica in rank_order]
+    return [value for _, rank_values in received for value in rank_values], sizes, order
 
 
 def of_processes(calls: Calls, what: str, value: T) -> list[T]:
-    """What each process brings, but for idle ones; the value alone if there is one process."""
-    return [value] if calls.world is None else [own for _, own in _met(calls, what, None, value)]
+    """The value of each process that is not idle; this value alone if there is one process."""
+    return [received for _, received in exchange_with_processes(calls, what, None, value)]
 
 
-def _met(calls: Calls, what: str, about: Any, value: Any) -> list[Any]:
-    """What processes are about and what they bring, but for idle ones."""
+def exchange_with_processes(calls: Calls, what: str, sizes_and_order: Any, value: Any) -> list[Any]:
+    """Sends (sizes_and_order, value) to all processes; returns the pairs of those not idle."""
+    if (world := calls.world) is None:
+        return [(sizes_and_order, value)]
     from lightning_dp.parallel.processes import RankGraph
 
     if is_in_backward():
         raise _in_backward(what)
-    world = cast("World", calls.world)
-    if calls.rank_graph is None:
-        calls.rank_graph = world.graph or RankGraph(world)
+    calls.rank_graph = graph = calls.rank_graph or world.graph or RankGraph(world)
     check = partial(_refuse_backward, weakref.ref(calls), f"a collective ({what})")
-    ranks = calls.rank_graph.gather(what, about, value, is_idle=calls.is_idle, check=check)
-    calls.crossed |= calls.rank_graph.is_used
-    return [brought for brought in ranks if brought is not None]
+    pairs = graph.all_gather(what, sizes_and_order, value, is_idle=calls.is_idle, check=check)
+    calls.crossed |= graph.is_used
+    return [pair for pair in pairs if pair is not None]
 
 
 def as_one_replica(world: World, device: torch.device, *, is_idle: bool) -> Calls:
-    """Calls for acts of a process's own code, outside of replicas: as if it were one replica.
+    """Calls for collectives in a process's code outside of replicas: as if it were one replica.
 
     In a step its shard is the process's part of the batch. Elsewhere sizes are not known.
 
@@ -290,11 +290,11 @@ class _Link(torch.autograd.Function):
 _linked: Callable[[Tensor, Calls], Tensor] = _Link.apply
 
 
-def _own(node: Any, others: Any) -> Any:
+def _clone_shared(node: Any, others: Any) -> Any:
     """Copies the tensors that other replicas have too."""
     shared = {id(leaf) for leaf in tree.leaves(others)}
 
-    def own(leaf: Any) -> Any:
+    def clone(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in shared else leaf
 
-    return tree.map_leaves(own, node)
+    return tree.map_leaves(clone, node)

@@ -46,8 +46,6 @@ CHECKPOINT = (
     'executor="inorder", or preserve_rng_state=False if nothing in it is random.'
 )
 
-IN_CHECKPOINT = "an activation checkpoint recomputes in the order of the forward"
-
 # [Note: no garbage collection while replicas run in threads]
 # Before Python 3.12 any new object may start a collection, also where torch makes one while it
 # holds the lock of a random generator (`get_rng_state`, in activation checkpoints). If that frees
@@ -82,35 +80,34 @@ class Executor:
         check_choice("executor", how, EXECUTORS)
         self._devices, self._timeout = list(devices), timeout
         self._measures = how == "auto"
-        self._always_in_order = 'executor="inorder"' if how == "inorder" else ""  # the reason
+        self._allows_threads = how != "inorder"
         self._on_left_behind = on_left_behind
         self._names = replica_names(devices) if names is None else names
         self._is_on_one_device = len(set(devices)) == 1
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
-        self._reasons: dict[str, str] = {}  # why latest calls of a kind are in order; "": are not
-        self._trials: defaultdict[tuple[str, int], Trial] = defaultdict(Trial)
-        self._latest: dict[str, Trial | None] = {}
+        self._in_threads: dict[str, bool] = {}  # the latest calls of each kind
+        self._tuners: defaultdict[tuple[str, int], ExecutorTuner] = defaultdict(ExecutorTuner)
+        self._latest: dict[str, ExecutorTuner | None] = {}
         self._workers: list[Worker] = []
         self._pid = 0  # of the process that has them
-        watch_checkpoints(_watch_checkpoint)
+        if self._allows_threads:
+            watch_checkpoints(_watch_checkpoint)
 
     def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
         Modules that torch.compile may compile leave no choice. Returns whether in threads.
         """
-        trial, reason = None, self._always_in_order
-        if compiles:
-            reason = "compiled modules are called one at a time"
-        elif not reason and has_modes() and is_checkpointing(saved_tensors_functions()):
-            reason = IN_CHECKPOINT  # its saved tensors are known by their order
-        elif not reason and self._measures and torch.are_deterministic_algorithms_enabled():
-            reason = 'executor="auto" takes them in order where algorithms are deterministic'
-        elif not reason and self._measures:
-            trial = self._trials[kind, count]
-            reason = "" if trial.begin() else 'executor="auto" measures what is faster'
-        self._latest[kind], self._reasons[kind] = trial, reason
-        return not reason
+        tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
+        if in_threads and has_modes() and is_checkpointing(saved_tensors_functions()):
+            in_threads = False  # its saved tensors are known by their order
+        elif in_threads and self._measures:
+            in_threads = not torch.are_deterministic_algorithms_enabled()
+            if in_threads:
+                tuner = self._tuners[kind, count]
+                in_threads = tuner.begin()
+        self._latest[kind], self._in_threads[kind] = tuner, in_threads
+        return in_threads
 
     def run(
         self,
@@ -141,9 +138,9 @@ class Executor:
             self.choose(kind, len(tasks))
         if not self._is_on_one_device:
             _seed_devices(self._devices)
-        in_threads = len(tasks) > 1 and not self._reasons[kind]
-        trial, cached = self._latest[kind], cached_values()
-        timer = DeviceTimer(self._devices) if trial is not None and trial.is_measured else None
+        in_threads = len(tasks) > 1 and self._in_threads[kind]
+        tuner, cached = self._latest[kind], cached_values()
+        timer = DeviceTimer(self._devices) if tuner is not None and tuner.is_measured else None
         is_plain = self._is_on_cpu and not (
             torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
         )
@@ -162,15 +159,15 @@ class Executor:
             if calls.broken is not None and (unended := calls.unended()):
                 self._leave_behind(unended)
             results, failed, error = calls.close()
-        if trial is not None and timer is not None:
+        if tuner is not None and timer is not None:
             timer.end()
-            trial.add(timer)
+            tuner.add(timer)
         if calls.drawn_in_checkpoint is not None and len(tasks) > 1:
-            self._always_in_order = IN_CHECKPOINT
+            self._allows_threads = False
             if in_threads:
                 raise RuntimeError(CHECKPOINT.format(device=calls.drawn_in_checkpoint)) from error
         if cached_values() is not cached and len(tasks) > 1:
-            self._always_in_order = "parametrize.cached() has one cache for all threads"
+            self._allows_threads = False
             if in_threads or calls.have_met:
                 raise RuntimeError(CACHED) from error
         if error is not None:
@@ -197,42 +194,42 @@ class Executor:
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest calls of a kind ran in threads."""
-        return not self._reasons.get(kind)
+        return self._in_threads.get(kind, True)
 
     def is_settled(self, kind: str | None = None) -> bool:
         """Whether calls of a kind, or of all, run as they will from now on."""
-        trials = [t for own, t in self._latest.items() if t and kind in (None, own)]
-        return not any([trial.is_comparing for trial in trials])
+        tuners = [t for name, t in self._latest.items() if t and kind in (None, name)]
+        return not any([tuner.is_comparing for tuner in tuners])
 
     def rest(self) -> None:
         """Waits until the workers no longer refer to their latest calls."""
         marks = [threading.Event() for _ in self._workers if self._pid == os.getpid()]
-        for own, mark in zip(self._workers, marks, strict=False):
-            own.inbox.put(mark.set)
+        for w, mark in zip(self._workers, marks, strict=False):
+            w.inbox.put(mark.set)
         for mark in marks:
             mark.wait()
 
     def _dismiss(self) -> list[Worker]:
         """Lets the workers go; each ends after its present call."""
         workers, self._workers = self._workers, []
-        for own in workers:
-            own.inbox.put(None)
+        for w in workers:
+            w.inbox.put(None)
         return workers
 
     def close(self) -> None:
         """Ends the workers; a later `run` starts new ones."""
         workers = self._dismiss()
         if not have_ended(workers, worker.GRACE_SECONDS):
-            for own in workers:
-                own.leave_behind()
+            for w in workers:
+                w.leave_behind()
 
 
-class Trial:
+class ExecutorTuner:
     """Chooses threads or in order for one kind of call: measures both, then keeps the faster.
 
     Both take turns, a row of calls each; the first call of a row does not count, since it starts
-    threads and fills caches. After `INTERVAL` calls they are compared again. In order is first:
-    that call shows whether there is something in it that must not run in threads.
+    threads and fills caches. After `INTERVAL` calls they are compared again. The first call is made
+    in order: it shows whether there is something in it that must not run in threads.
     """
 
     ROW, ROWS = 4, 4
@@ -268,10 +265,10 @@ class Trial:
 
     def _seconds(self, *, threads: bool) -> float:
         """The median time of a call that was made in threads, or in order."""
-        calls, self._timers[threads] = [own for own in self._timers[threads] if own], []
-        for timer in [timer for own in calls for timer in own]:
+        calls, self._timers[threads] = [timers for timers in self._timers[threads] if timers], []
+        for timer in [timer for timers in calls for timer in timers]:
             timer.wait()
-        return statistics.median([sum([t.seconds for t in own]) for own in calls] or [0.0])
+        return statistics.median([sum([t.seconds for t in timers]) for timers in calls] or [0.0])
 
 
 def _watch_checkpoint() -> Callable[[], None] | None:
@@ -285,7 +282,7 @@ def _watch_checkpoint() -> Callable[[], None] | None:
         return None
     calls, device = task.calls, task.device
     shared = [torch.device("cpu")]
-    if device.type != "cpu" and [own.device for own in calls.participants].count(device) > 1:
+    if device.type != "cpu" and [p.device for p in calls.participants].count(device) > 1:
         shared.append(device)
     before = list(map(_random_state, shared))
 
@@ -312,8 +309,8 @@ def _seed_devices(devices: Sequence[torch.device]) -> None:
     for device in dict.fromkeys(devices):
         if device.type == "cpu":
             generators.append(torch.default_generator)
-        elif own := getattr(torch.get_device_module(device), "default_generators", None):
-            generators.append(own[device.index])
+        elif defaults := getattr(torch.get_device_module(device), "default_generators", None):
+            generators.append(defaults[device.index])
     for place, generator in enumerate(generators):
         root = generators[0].initial_seed()
         if place and generator.initial_seed() == root:

@@ -1,17 +1,17 @@
 """The replicas' calls in one apply, and the rendezvous where they wait for each other.
 
-[Note: the host acts once while all replicas stand still]
-The thread that runs an apply, usually the main one, is the host. It waits until every replica has
-ended its call or waits in a rendezvous. If all of them wait in the same one, the host calls its
-`act` once, with the values that the replicas brought, and hands each replica its result. If some
-have ended or wait elsewhere, all get an error: so no replica waits for one that never comes.
+[Note: the main thread acts once while all replicas stand still]
+"Main thread" means the one that runs an apply. It waits until every replica has ended its call or
+waits in a rendezvous. If all of them wait in the same one, it calls the rendezvous's `act` once,
+with the values of all replicas, and hands each replica its result. If some have ended or wait
+elsewhere, all get an error: so no replica waits for one that never comes.
 
-In threads every replica has a worker. In order the host makes the calls itself, one after another;
-if one of them comes to a rendezvous, those behind it begin in their workers, and the replicas take
-turns from one rendezvous to the next, never two at a time.
+In threads every replica has a worker. In order the main thread makes the calls itself, one after
+another; if one of them comes to a rendezvous, those behind it begin in their workers, and the
+replicas take turns from one rendezvous to the next, never two at a time.
 
-An interrupt may end the host's code at any line, so what has happened is read from the tasks'
-states alone, each of which has one writer at a time. `_events` only wakes the host.
+An interrupt may end the main thread's code at any line, so what has happened is read from the
+tasks' states alone, each of which has one writer at a time. `_events` only wakes the main thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lightning_dp.parallel.processes import RankGraph, World
 
 Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
-"""What the host does in a rendezvous: from the replicas' values to what each of them gets."""
+"""What the main thread does in a rendezvous: from the replicas' values to what each one gets."""
 
 Reply: TypeAlias = tuple[Any, BaseException | None]
 """What a replica gets in a rendezvous: a value, or an error to raise."""
@@ -97,7 +97,7 @@ class Task:
     error: BaseException | None = field(default=None, init=False)
     calls: Calls = field(init=False)
     state: str | Arrival = field(default=NOT_BEGUN, init=False)
-    is_hosted: bool = field(default=False, init=False)  # the call runs on the host's thread
+    on_main_thread: bool = field(default=False, init=False)  # the call runs on the main thread
     thread: int = field(default=0, init=False)  # that runs the call
     reply: Reply | None = field(default=None, init=False)  # that it gets at its next turn
     inbox: SimpleQueue[Reply] = field(default_factory=SimpleQueue, init=False)
@@ -126,9 +126,9 @@ class Task:
     def meet(self, what: str, value: Any, act: Act) -> Any:
         """Waits until all replicas have come to the rendezvous `what`; returns this one's result.
 
-        `act(calls, values)` is called once, on the host, with the values of all replicas in their
-        order, and returns one result for each. It runs in the grad and inference mode of the code
-        that calls this. An error of `act` is raised in all of them.
+        `act(calls, values)` is called once, on the main thread, with the values of all replicas in
+        their order, and returns one result for each. It runs in the grad and inference mode of this
+        call. An error of `act` is raised in all of them.
         """
         start = time.perf_counter()
         self.calls.check()
@@ -195,11 +195,11 @@ class Calls:
             raise self._stopped()
 
     def exchange(self, task: Task) -> Reply:
-        """Waits, for a replica that has arrived, until the host has acted."""
+        """Waits, for a replica that has arrived, until the main thread has acted."""
         self.have_met = True
-        if not task.is_hosted:
+        if not task.on_main_thread:
             self._events.put(None)
-        else:  # this thread is the host
+        else:  # this is the main thread
             if self._settle():
                 self._act()
             self.check()
@@ -222,7 +222,7 @@ class Calls:
         task.state = ENDED
         self._events.put(None)
 
-    # In the host's thread
+    # In the main thread
 
     def run(
         self,
@@ -234,7 +234,7 @@ class Calls:
     ) -> None:
         """Makes all calls at once in the workers, or one after another here until one fails.
 
-        `state` is the host's; None if it differs in nothing but the grad mode from a new thread's.
+        `state` is the main thread's; None if it differs from a new thread's by the grad mode alone.
         """
         self._state, self._submit, self.one_by_one = state, submit, not in_threads
         self._grad, self._context = torch.is_grad_enabled(), contextvars.copy_context()
@@ -243,7 +243,7 @@ class Calls:
             task.calls = self
         for task in () if in_threads else tasks:
             if task.state is NOT_BEGUN:  # else a rendezvous has begun it in its worker
-                task.is_hosted, task.state = True, RUNNING
+                task.on_main_thread, task.state = True, RUNNING
                 stays = task.device.type == "cpu"
                 with nullcontext() if state is None or stays else state.moved_to(task.device):
                     task.run()
@@ -277,7 +277,7 @@ class Calls:
         """Waits until none of the tasks runs; an arrival that waits too long ends all calls."""
         for task in tasks:
             while task.state in (BEGINNING, RUNNING) and self.broken is None:
-                try:  # half a second at most: on Windows Ctrl-C ends no longer wait
+                try:  # half a second at a time: on Windows, Ctrl-C cannot interrupt a longer wait
                     self._events.get(timeout=min(self.timeout, 0.5))
                 except Empty:
                     since = [t.state.since for t in self.participants if type(t.state) is Arrival]
@@ -292,7 +292,7 @@ class Calls:
             self.end(self._first_error() or self._mismatch())
             return
         for task, reply in zip(self.participants, self._replies(arrivals), strict=True):
-            if self.one_by_one and not task.is_hosted:
+            if self.one_by_one and not task.on_main_thread:
                 task.reply = reply
             else:
                 self._resume(task, reply)
@@ -344,7 +344,7 @@ class Calls:
     def unended(self) -> list[Task]:
         """The tasks that run or wait in workers; one that is only beginning will end at once."""
         states = (NOT_BEGUN, BEGINNING, ENDED)
-        return [t for t in self.participants if not (t.is_hosted or t.state in states)]
+        return [t for t in self.participants if not (t.on_main_thread or t.state in states)]
 
     def close(self) -> tuple[list[Any], Task | None, BaseException | None]:
         """Ends the apply; returns the replicas' results, and the task and the error that failed."""

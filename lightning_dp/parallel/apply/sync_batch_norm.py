@@ -34,23 +34,24 @@ def forward(self: nn.BatchNorm1d, x: Tensor) -> Tensor:
     check_batch_norm_input(self, x)
     wide, dims = x.to(torch.promote_types(x.dtype, torch.float32)), {*range(x.dim())} - {1}
     shape = [1, -1] + [1] * (x.dim() - 2)
-    own_mean = wide.mean([*dims])
-    centred = wide - own_mean.view(shape)
-    own: Moments = (x.numel() // x.size(1), own_mean, centred.square().mean([*dims]))
-    n, mean, var = meet("batch norm", own, _merge)
+    shard_mean = wide.mean([*dims])
+    centred = wide - shard_mean.view(shape)
+    moments: Moments = (x.numel() // x.size(1), shard_mean, centred.square().mean([*dims]))
+    n, mean, var = meet("batch norm", moments, _merge)
     if self.training and self.track_running_stats:
         _track(self, n, mean.detach(), var.detach())
     scale = torch.rsqrt(var + self.eps)
     scale = scale if self.weight is None else scale * self.weight
-    shift = (own_mean - mean) * scale
+    shift = (shard_mean - mean) * scale
     shift = shift if self.bias is None else shift + self.bias
     return torch.addcmul(shift.view(shape), centred, scale.view(shape)).to(x.dtype)
 
 
 def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
     device = calls.participants[0].device
-    own = _merged([(n, link(calls, mean), link(calls, var)) for n, mean, var in moments], device)
-    n, mean, var = _merged(of_processes(calls, "batch norm", own), device)
+    linked = [(n, link(calls, mean), link(calls, var)) for n, mean, var in moments]
+    local = _merged(linked, device)  # of this process
+    n, mean, var = _merged(of_processes(calls, "batch norm", local), device)
     if n == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training with batch norm, got 1 in the "
@@ -65,7 +66,7 @@ def _merged(moments: Sequence[Moments], device: torch.device) -> Moments:
     means = torch.stack([mean.to(device) for _, mean, _ in moments])
     variances = torch.stack([var.to(device) for _, _, var in moments])
     shares = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype)
-    weights = shares.to(device, non_blocking=True)  # the host need not wait
+    weights = shares.to(device, non_blocking=True)  # the thread need not wait
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
     return total, mean, var
@@ -92,8 +93,8 @@ def _uses_batch(layer: nn.Module) -> bool:
 
 def is_synced(module: nn.Module) -> bool:
     """Whether `forward` here replaces a module's own."""
-    own = module.__dict__.get("forward")
-    return isinstance(own, MethodType) and own.__func__ is forward
+    bound = module.__dict__.get("forward")
+    return isinstance(bound, MethodType) and bound.__func__ is forward
 
 
 def can_be_synced(module: nn.Module) -> bool:
@@ -105,9 +106,8 @@ def can_be_synced(module: nn.Module) -> bool:
 
 def fewest_samples(module: nn.Module, path: str = "") -> int:
     """How many samples a replica needs for a call of a submodule: 2 if batch norm trains there."""
-    layers = module.get_submodule(path).modules()
     refuses_one = any(
         isinstance(layer, BATCH_NORMS) and _uses_batch(layer) and not is_synced(layer)
-        for layer in layers
+        for layer in module.get_submodule(path).modules()
     )
     return 1 + refuses_one

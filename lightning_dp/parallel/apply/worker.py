@@ -19,9 +19,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from lightning_dp.parallel.torch_private import renew_engine
+from lightning_dp.parallel.torch_private import check_dual_levels, renew_engine
 
 log = logging.getLogger("lightning_dp")
 
@@ -81,7 +80,7 @@ def _live(inbox: Any, ready: threading.Event, device: torch.device, num_threads:
 def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     """One worker per replica; those on the CPU share the caller's number of torch threads."""
     num_threads, on_cpu = torch.get_num_threads(), sum(d.type == "cpu" for d in devices)
-    forward_ad.enter_dual_level = _enter_dual_level
+    check_dual_levels(_check_dual_level)
     renew_engine()
     if devices[0].type == "cuda":  # else first calls in several threads fail: pytorch#90613
         one = torch.ones((1, 1), device=devices[0])
@@ -94,10 +93,7 @@ def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     return workers
 
 
-_torchs_enter_dual_level: Callable[[], Any] = forward_ad.enter_dual_level
-
-
-def _enter_dual_level() -> Any:
+def _check_dual_level() -> None:
     """Refuses forward-mode derivatives in workers: their level is that of the whole process.
 
     Replicas would end each other's level, and compute wrong derivatives without an error.
@@ -109,7 +105,6 @@ def _enter_dual_level() -> Any:
             'them per process. Use DataParallelStrategy(executor="inorder"), or reverse mode '
             "(torch.func.vjp, jacrev)."
         )
-    return _torchs_enter_dual_level()
 
 
 def have_ended(workers: Iterable[Worker], seconds: float) -> bool:
@@ -118,7 +113,8 @@ def have_ended(workers: Iterable[Worker], seconds: float) -> bool:
     threads = [w.thread for w in workers if w.thread is not threading.current_thread()]
     for thread in threads:
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            thread.join(min(left, 0.5))  # short, since Ctrl-C ends no `join` on Windows
+            # Half a second at a time: on Windows, Ctrl-C cannot interrupt a longer wait.
+            thread.join(min(left, 0.5))
     return not any([thread.is_alive() for thread in threads])
 
 

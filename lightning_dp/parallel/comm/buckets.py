@@ -77,7 +77,7 @@ class Bucket:
         if len(self.order) > 1 or self.length <= step:
             return [self]
         slices = torch.empty(self.length, dtype=self.dtype, device="meta").split(step)
-        return [Bucket(self.order, [own], k * step) for k, own in enumerate(slices)]
+        return [Bucket(self.order, [piece], k * step) for k, piece in enumerate(slices)]
 
     def part(self, row: Sequence[Tensor]) -> Sequence[Tensor]:
         """A bucket's row of tensors; for a piece, the piece's part of it."""

@@ -66,10 +66,10 @@ class Packing:
     ) -> tuple[list[Packed], list[Tensor]]:
         """New memory for these tensors on a device: by buckets, and tensor by tensor."""
         packed = [bucket.on(device) for bucket in self.buckets]
-        own = {i: tensors[i].detach().to(device, copy=True) for i in self.alone}
-        for bucket, there in zip(self.buckets, packed, strict=True):
-            own.update(zip(bucket.order, there.views, strict=True))
-        return packed, [own[i] for i in range(len(tensors))]
+        copies = {i: tensors[i].detach().to(device, copy=True) for i in self.alone}
+        for bucket, memory in zip(self.buckets, packed, strict=True):
+            copies.update(zip(bucket.order, memory.views, strict=True))
+        return packed, [copies[i] for i in range(len(tensors))]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
         """Copies the root's tensors to other devices; see the notes on the chain and on events.
@@ -83,8 +83,8 @@ class Packing:
             return
         root, devices = sources[0].device, [sources[0].device, *others]
         if not _are_accelerators(devices):
-            for bucket, there in zip(self.buckets, targets, strict=True):
-                for packed in there:
+            for bucket, copies in zip(self.buckets, targets, strict=True):
+                for packed in copies:
                     copy_to_each(packed.views, bucket.of(sources))
             return
         pool = self.sums.pools[root] if self.sums.prepare([root]) else None
@@ -93,14 +93,14 @@ class Packing:
             stream.wait_stream(current_stream(stream.device))
         try:
             with on_streams(arriving):
-                for j, there in enumerate(targets):
-                    if there:
-                        self._send(j, self.buckets[j].of(sources), there, pool)
+                for j, copies in enumerate(targets):
+                    if copies:
+                        self._send(j, self.buckets[j].of(sources), copies, pool)
         finally:
             wait_for_copies(devices)
 
     def _send(
-        self, j: int, tensors: list[Tensor], there: Sequence[Packed], pool: Pool | None
+        self, j: int, tensors: list[Tensor], copies: Sequence[Packed], pool: Pool | None
     ) -> None:
         bucket, flat = self.buckets[j], self.buckets[j].flat_memory(tensors)
         is_packed = pool is not None and len(tensors) > 1
@@ -108,12 +108,12 @@ class Packing:
             flat, views = pool.take(bucket)
             copy_to_each(views, tensors)
         if flat is None:  # one by one: no memory to pack them, or a tensor of unusual strides
-            for packed in there:
+            for packed in copies:
                 for view, tensor in zip(packed.views, tensors, strict=True):
                     view.copy_(tensor, non_blocking=True)
             return
         size, step = flat.numel(), elements_per_piece(flat.dtype)
-        stops = [own[:size].split(step) for own in (flat, *[packed.flat for packed in there])]
+        stops = [f[:size].split(step) for f in (flat, *[packed.flat for packed in copies])]
         for parts in zip(*stops, strict=True):
             for source, target in pairwise(parts):
                 _pass_on(source, target)
@@ -200,8 +200,8 @@ class ChainSum:
     ) -> None:
         """Starts the sum of the replicas' rows of bucket j, in place of the first row, the root's.
 
-        The devices are prepared, and the rows `is_whole`. They are written when the `ready` events
-        have come; without these, when the current streams come here.
+        Call it after `prepare(devices)` and `is_whole(row, j)` returned True. The rows are complete
+        at the `ready` events; without these, once the work now on the current streams is done.
         """
         stops: dict[torch.device, list[Sequence[Tensor]]] = {}
         for row in rows:
@@ -240,8 +240,8 @@ class ChainSum:
 
 def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
     """Adds a term to each tensor, in place, in few kernels."""
-    if any([own.is_conj() or own.is_neg() for own in (*sums, *terms)]):  # foreach refuses these
-        for own, term in zip(sums, terms, strict=True):
-            own.add_(term)
+    if any([t.is_conj() or t.is_neg() for t in (*sums, *terms)]):  # foreach refuses these
+        for total, term in zip(sums, terms, strict=True):
+            total.add_(term)
     else:
         add_to_each(sums, terms)

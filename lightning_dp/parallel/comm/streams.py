@@ -40,8 +40,8 @@ def wait_for_copies(devices: Iterable[torch.device]) -> None:
 
 def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """The calling thread's current streams on the devices, where they are not the default ones."""
-    own = [current_stream(device) for device in dict.fromkeys(devices) if device.type != "cpu"]
-    return [stream for stream in own if stream.stream_id != 0]
+    streams = [current_stream(device) for device in dict.fromkeys(devices) if device.type != "cpu"]
+    return [stream for stream in streams if stream.stream_id != 0]
 
 
 @contextmanager
@@ -79,9 +79,9 @@ class DeviceTimer:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        own = dict.fromkeys(devices)
-        self._streams = [current_stream(device) for device in own if device.type != "cpu"]
-        self._has_cpu = len(self._streams) < len(own)
+        distinct = dict.fromkeys(devices)
+        self._streams = [current_stream(device) for device in distinct if device.type != "cpu"]
+        self._has_cpu = len(self._streams) < len(distinct)
         self._first, self._last = list(map(_timed_event, self._streams)), list[Any]()
         self._began, self._host = time.perf_counter(), 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_dp.parallel.processes.world import World
 from lightning_dp.parallel.scatter import to_device, tree
 
+Check: TypeAlias = Callable[[], None]
 # [Note: one autograd graph over several ranks]
 # A differentiable all_gather is a node in every rank's graph. In the forward it returns the other
 # ranks' tensors; in the backward all ranks add up the gradients of all tensors, and each takes the
@@ -19,24 +20,24 @@ from lightning_dp.parallel.scatter import to_device, tree
 # beside the loss: also in a rank whose loss uses nothing of the others, or weighs nothing.
 
 
-class _Brought(NamedTuple):
-    """What one rank brings to a collective.
+class _Contribution(NamedTuple):
+    """What one rank sends in a collective.
 
     Attributes:
-        about: its replicas.
-        value: with tensors on the host, without graphs; None from an idle rank.
+        sizes_and_order: of its replicas' samples.
+        value: with tensors on the CPU, without graphs; None from an idle rank.
         graphs: which of its leaves have a graph.
         is_idle: whether the others get nothing from it.
     """
 
-    about: Any
+    sizes_and_order: Any
     value: Any
     graphs: list[int]
     is_idle: bool
 
 
 class RankGraph:
-    """The differentiable gathers of one step.
+    """The differentiable all_gathers of one step.
 
     Args:
         world: the processes.
@@ -52,41 +53,40 @@ class RankGraph:
         """Whether the graph continues in other ranks."""
         return self._token is not None
 
-    def gather(
-        self, what: str, about: Any, value: Any, *, is_idle: bool, check: Callable[[], None]
+    def all_gather(
+        self, what: str, sizes_and_order: Any, value: Any, *, is_idle: bool, check: Check
     ) -> list[tuple[Any, Any] | None]:
-        """What every rank is about and brings, in the order of the ranks; None for an idle one.
+        """Every rank's (sizes_and_order, value), in the order of the ranks; None for an idle one.
 
-        This rank's value stays as it is. Others' tensors are on the host; gradients flow back to
-        the rank that they came from.
+        Others' tensors are on the CPU; their gradients flow back. This rank's value stays as it is.
 
         Args:
             what: the collective's name.
-            about: this rank's replicas.
+            sizes_and_order: of the samples of this rank's replicas; not a part of the graph.
             value: a tree of tensors and others.
             is_idle: whether the others get nothing from this rank.
             check: called in the backward; raises where gradients must not leave this rank.
         """
-        sent = to_device(value, torch.device("cpu"))
-        leaves = tree.leaves(sent)
+        on_cpu = to_device(value, torch.device("cpu"))
+        leaves = tree.leaves(on_cpu)
         graphs = [i for i, leaf in enumerate(leaves) if _has_graph(leaf)]
-        own = _Brought(about, None if is_idle else sent, [] if is_idle else graphs, is_idle)
-        ranks = self.world.gather(own, what)
-        values = [brought.value for brought in ranks]
-        if any(brought.graphs for brought in ranks):
-            theirs = [tree.leaves(brought.value) for brought in ranks]
+        local = (None, []) if is_idle else (on_cpu, graphs)
+        ranks = self.world.all_gather_objects(_Contribution(sizes_and_order, *local, is_idle), what)
+        values = [sent.value for sent in ranks]
+        if any(sent.graphs for sent in ranks):
+            theirs = [tree.leaves(sent.value) for sent in ranks]
             tensors = [[t[i] for i in b.graphs] for b, t in zip(ranks, theirs, strict=True)]
             linked = self._link([leaves[i] for i in graphs], tensors, check)
-            for rank, (brought, new) in enumerate(zip(ranks, linked, strict=True)):
-                for i, tensor in zip(brought.graphs, new, strict=True):
+            for rank, (sent, new) in enumerate(zip(ranks, linked, strict=True)):
+                for i, tensor in zip(sent.graphs, new, strict=True):
                     theirs[rank][i] = tensor
                 values[rank] = _refilled(values[rank], theirs[rank])
         values[self.world.rank] = value
         pairs = zip(ranks, values, strict=True)
-        return [None if brought.is_idle else (brought.about, v) for brought, v in pairs]
+        return [None if sent.is_idle else (sent.sizes_and_order, v) for sent, v in pairs]
 
     def _link(
-        self, own: list[Tensor], tensors: list[list[Tensor]], check: Callable[[], None]
+        self, local: list[Tensor], tensors: list[list[Tensor]], check: Check
     ) -> list[list[Tensor]]:
         """The tensors of all ranks, with graphs; see the note above."""
         rank = self.world.rank
@@ -96,7 +96,7 @@ class RankGraph:
         with torch.inference_mode(False), torch.enable_grad():
             token = self._token
             token = torch.zeros((), requires_grad=True) if token is None else token
-            self._token, *linked = _gather(token, self.world, like, check, others, *own)
+            self._token, *linked = _all_gather(token, self.world, like, check, others, *local)
         arrived = iter(linked)
         return [row if r == rank else [next(arrived) for _ in row] for r, row in enumerate(tensors)]
 
@@ -108,19 +108,19 @@ class RankGraph:
         return end
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         token: Tensor,
         world: World,
         like: list[list[Tensor]],
-        check: Callable[[], None],
+        check: Check,
         others: list[Tensor],
-        *own: Tensor,
+        *local: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.world, ctx.like, ctx.check, ctx.own = world, like, check, len(own)
+        ctx.world, ctx.like, ctx.check, ctx.local = world, like, check, len(local)
         return (token.clone(), *others)
 
     @staticmethod
@@ -134,16 +134,16 @@ class _Gather(torch.autograd.Function):
         arrived = iter(gradients)
         sent: list[Tensor | None] = []
         for rank, row in enumerate(ctx.like):
-            own = rank == ctx.world.rank
-            sent += [None if own else _dense(next(arrived)) for _ in row]
+            is_local = rank == ctx.world.rank
+            sent += [None if is_local else _dense(next(arrived)) for _ in row]
         sums = ctx.world.sum(sent, [t for row in ctx.like for t in row])
         start = sum(len(row) for row in ctx.like[: ctx.world.rank])
-        # An idle rank has brought nothing.
-        mine = sums[start : start + len(ctx.like[ctx.world.rank])] or [None] * ctx.own
+        # An idle rank has sent nothing.
+        mine = sums[start : start + len(ctx.like[ctx.world.rank])] or [None] * ctx.local
         return (None, None, None, None, None, *mine)
 
 
-_gather: Callable[..., Sequence[Any]] = _Gather.apply
+_all_gather: Callable[..., Sequence[Any]] = _AllGather.apply
 
 
 def _refilled(node: Any, leaves: Sequence[Any]) -> Any:

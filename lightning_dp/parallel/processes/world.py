@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.parallel.comm import group
+
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes.graph import RankGraph
 
 T = TypeVar("T")
-
-BUCKET_BYTES = 4 * 2**20
 
 
 class ProcessesApartError(RuntimeError):
@@ -32,7 +32,7 @@ class World:
     Args:
         rank: of this process.
         size: the number of processes.
-        timeout: of collectives on the host; None for torch's default.
+        timeout: of collectives on the CPU; None for torch's default.
 
     Attributes:
         is_idle: whether this process has no samples of the current batch. It runs the step with
@@ -48,22 +48,22 @@ class World:
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         self._has_nccl = backends.get("cuda") == "nccl"
         has_gloo = backends.get("cpu") == "gloo"
-        # Objects are exchanged on the host, whatever the devices are.
-        self._host_group = None if has_gloo else dist.new_group(backend="gloo", timeout=timeout)
+        # Objects are exchanged on the CPU, whatever the devices are.
+        self._cpu_group = None if has_gloo else dist.new_group(backend="gloo", timeout=timeout)
 
     def __deepcopy__(self, _: object) -> World:
         """A copied loader stays among the same processes."""
         return self
 
-    def gather(self, value: T, place: str = "") -> list[T]:
-        """Every rank's value, in the order of the ranks. Tensors arrive on the host, detached.
+    def all_gather_objects(self, value: T, place: str = "") -> list[T]:
+        """Every rank's value, in the order of the ranks. Tensors arrive on the CPU, detached.
 
         Args:
             value: this rank's.
-            place: what gathers, for the error that all ranks get if others are elsewhere.
+            place: what calls it, for the error that all ranks get if others are elsewhere.
         """
         received: list[Any] = [None] * self.size
-        dist.all_gather_object(received, (place, _pickled(value)), group=self._host_group)
+        dist.all_gather_object(received, (place, _pickled(value)), group=self._cpu_group)
         places = [other for other, _ in received]
         if len(set(places)) > 1:
             got = ", ".join(f"process {rank} is at {other}" for rank, other in enumerate(places))
@@ -77,17 +77,17 @@ class World:
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of one rank in all of them; that rank gets the same object again."""
         data: list[Any] = [_pickled(value) if self.rank == src else None]
-        dist.broadcast_object_list(data, src, group=self._host_group)
+        dist.broadcast_object_list(data, src, group=self._cpu_group)
         is_own = self.rank == src and isinstance(data[0], bytes)
         return value if is_own else _unpickled(data[0], src)
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives named tensors the values that rank 0 has; all ranks must have the same ones."""
-        ranks = self.gather([f"{n} {[*t.shape]} {t.dtype}" for n, t in tensors.items()])
-        for rank, own in enumerate(ranks):
-            if own != ranks[0]:
-                differing = sorted({*own} ^ {*ranks[0]}) or own
+        ranks = self.all_gather_objects([f"{n} {[*t.shape]} {t.dtype}" for n, t in tensors.items()])
+        for rank, names in enumerate(ranks):
+            if names != ranks[0]:
+                differing = sorted({*names} ^ {*ranks[0]}) or names
                 raise ValueError(
                     "Expected the same parameters and buffers in every process, got others in "
                     f"process {rank} than in process 0: {differing[:3]}. Build the same module in "
@@ -95,7 +95,7 @@ class World:
                 )
         for tensor in tensors.values():
             sent = tensor.detach().cpu().contiguous()
-            dist.broadcast(sent, 0, group=self._host_group)
+            dist.broadcast(sent, 0, group=self._cpu_group)
             if self.rank > 0:
                 tensor.copy_(sent)
 
@@ -115,7 +115,7 @@ class World:
         """
         flags = [[t is not None for t in tensors], [t is not None and t.is_sparse for t in tensors]]
         of_any = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(of_any, group=self._host_group)
+        dist.all_reduce(of_any, group=self._cpu_group)
         exist, are_sparse = of_any.bool().tolist()
         if any(are_sparse):
             shapes = [tuple(like[i].shape) for i, is_sparse in enumerate(are_sparse) if is_sparse]
@@ -124,39 +124,28 @@ class World:
                 f"the shapes {shapes[:3]}. Use nn.Embedding(sparse=False), or one process."
             )
         sums, sent = list(tensors), []
-        for bucket in _buckets(like, [i for i, exists in enumerate(exist) if exists]):
+        some = [i for i, exists in enumerate(exist) if exists]
+        # Detached: the same buckets in all ranks, whatever requires gradients.
+        for positions in group([like[i].detach() for i in some]):
+            bucket = [some[j] for j in positions]
             parts = [torch.zeros_like(like[i]) if sums[i] is None else sums[i] for i in bucket]
             flat = torch.cat([part.reshape(-1) for part in parts if part is not None])
             if flat.device.type != "cpu" and not self._has_nccl:
                 flat = flat.cpu()
-            group = self._host_group if flat.device.type == "cpu" else None
-            sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+            ranks = self._cpu_group if flat.device.type == "cpu" else None
+            sent.append((bucket, flat, dist.all_reduce(flat, group=ranks, async_op=True)))
         for bucket, flat, work in sent:
             cast(Any, work).wait()
             for i, total in zip(bucket, flat.split([like[i].numel() for i in bucket]), strict=True):
-                own, new = sums[i], torch.empty_like(like[i], requires_grad=False)
-                if own is None or own.stride() != new.stride():
-                    sums[i] = own = new
-                own.copy_(total.view(like[i].shape))
+                target, new = sums[i], torch.empty_like(like[i], requires_grad=False)
+                if target is None or target.stride() != new.stride():
+                    sums[i] = target = new
+                target.copy_(total.view(like[i].shape))
         return sums
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        dist.barrier(group=self._host_group)
-
-
-def _buckets(like: Sequence[Tensor], positions: Sequence[int]) -> list[list[int]]:
-    """Positions of tensors that travel together: neighbours of one dtype, the same in all ranks."""
-    buckets: list[list[int]] = []
-    size = 0
-    for i in positions:
-        own = like[i].numel() * like[i].element_size()
-        if not buckets or size + own > BUCKET_BYTES or like[i].dtype != like[buckets[-1][0]].dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(i)
-        size += own
-    return buckets
+        dist.barrier(group=self._cpu_group)
 
 
 def _pickled(value: Any) -> bytes | str:
@@ -186,5 +175,5 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, Tensor):
             return NotImplemented
         with torch.inference_mode(False):  # an inference tensor has no version to be saved
-            own = torch.empty_like(obj, device="cpu", requires_grad=False).copy_(obj.detach())
-        return own.__reduce_ex__(5)
+            copied = torch.empty_like(obj, device="cpu", requires_grad=False).copy_(obj.detach())
+        return copied.__reduce_ex__(5)

@@ -1,30 +1,27 @@
 """One backward of all replicas, from its first gradient to the sums on the root.
 
 `Backward` is one object per backward, with `commit` and `abort`; `Overlap` sends buckets of
-gradients while it runs; `reduce_gradients` adds up what is left at its end.
+gradients while it runs; `reduce_gradients` adds up what is left at its end (`gradients`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from itertools import chain, product
-from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dp.parallel.comm import (
-    Packing,
-    add_each,
-    can_be_packed,
-    current_stream,
-    gradients_on,
-    wait_for_copies,
+from lightning_dp.parallel.comm import Packing, current_stream, wait_for_copies
+from lightning_dp.parallel.reduce.gradients import (
+    GRAD,
+    add_gradients,
+    clear_gradients,
+    reduce_gradients,
 )
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.torch_private import (
@@ -37,10 +34,6 @@ from lightning_dp.parallel.torch_private import (
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
 
-Gradients: TypeAlias = list[Tensor | None]
-
-_GRAD: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-
 
 class Backward:
     """Made when a backward begins; `commit` ends it, or after an error `abort` and `discard`.
@@ -51,7 +44,8 @@ class Backward:
     Args:
         replicas: the root and its replicas.
         gradient: of the joint loss.
-        fills: the replicas that get gradients, if buckets may leave while it runs; else none.
+        overlapping_replicas: those whose gradient buckets are sent during the backward; empty if
+            nothing may be sent before its end.
         can_be_undone: whether it may run out of memory and be run again.
         world: the processes, whose gradients are added to the local sums.
     """
@@ -60,7 +54,7 @@ class Backward:
         self,
         replicas: Replicas,
         gradient: Tensor,
-        fills: Sequence[int],
+        overlapping_replicas: Sequence[int],
         *,
         can_be_undone: bool,
         world: World | None,
@@ -75,8 +69,9 @@ class Backward:
         if can_be_undone or self._hooks or world is not None:
             self._earlier = StashedGradients(root)
         self._overlap: Overlap | None = None
-        if 0 in fills:  # else no sums grow on the root
-            rows = [*{id(row): row for row in map(replicas.parameters_of, fills)}.values()]
+        if 0 in overlapping_replicas:  # else no sums grow on the root
+            filled = map(replicas.parameters_of, overlapping_replicas)
+            rows = [*{id(row): row for row in filled}.values()]
             devices = list(dict.fromkeys(row[0].device for row in rows))
             if len(devices) > 1 and self._packing.sums.prepare(devices):
                 self._overlap = Overlap(rows, devices, self._packing, positions)
@@ -181,22 +176,22 @@ class Overlap:
         for stream in streams - {here}:
             here.wait_stream(stream)
         # The root's are summed in place: autograd may still read those of which it has a view.
-        own = [g if r > 0 or is_alone_in_memory(g) else g.clone() for g in gradients]
+        gradients = [g if r > 0 or is_alone_in_memory(g) else g.clone() for g in gradients]
         ready = here.record_event()
         clear_gradients(parameters)
         with self._lock:
-            there = self._taken.setdefault(j, {})
-            there[r] = own, ready
-            if len(there) == len(self._rows):
-                taken = [there[k] for k in range(len(there))]
+            by_replica = self._taken.setdefault(j, {})
+            by_replica[r] = gradients, ready
+            if len(by_replica) == len(self._rows):
+                taken = [by_replica[k] for k in range(len(by_replica))]
                 self._packing.sums.send(j, [row for row, _ in taken], [e for _, e in taken])
 
     def end(self) -> None:
         """The backward has ended: gradients that have not left are their parameters' again."""
         self._unhook()
-        for j, there in list(self._taken.items()):
-            if len(there) < len(self._rows):
-                for r in there:
+        for j, by_replica in list(self._taken.items()):
+            if len(by_replica) < len(self._rows):
+                for r in by_replica:
                     self._put_back(j, r)
                 del self._taken[j]
 
@@ -222,103 +217,13 @@ class Overlap:
         """With what the parameters have got later."""
         gradients, _ = self._taken[j][r]
         parameters = self._packing.buckets[j].of(self._rows[r])
-        for parameter, own in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is not None:
-                own.add_(parameter.grad)
-            parameter.grad = own
+                gradient.add_(parameter.grad)
+            parameter.grad = gradient
 
 
-# Sums of gradients
-
-
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """While it lasts, torch uses no team of OpenMP threads: they would spin beside the workers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def reduce_gradients(
-    parameters: Sequence[Sequence[Tensor]], packing: Packing | None = None
-) -> None:
-    """Adds the replicas' gradients to the root's, in place, and clears theirs.
-
-    A parameter without a gradient on any replica keeps None. Between accelerators, buckets that are
-    complete go by the chain; all else is copied to the root and added there.
-
-    Args:
-        parameters: of each replica, the root's first.
-        packing: the buckets of the parameters.
-    """
-    root, others = parameters[0], parameters[1:]
-    if not root or not others:
-        return
-    sums, rows = list(map(_GRAD, root)), [list(map(_GRAD, replica)) for replica in others]
-    before, devices = list(sums), [replica[0].device for replica in parameters]
-    if len({*devices}) > 1 and packing is not None:
-        _add_by_chain(sums, rows, packing, list(dict.fromkeys(devices)))
-    for row, device in zip(rows, devices[1:], strict=True):
-        _add(sums, row if device == devices[0] else gradients_on(devices[0], row))
-    for parameter, total, old in zip(root, sums, before, strict=True):
-        if total is not old and total is not None:
-            parameter.grad = as_accumulated(total, parameter)
-    clear_gradients(chain.from_iterable(others))
-
-
-def _add_by_chain(
-    sums: Gradients, rows: list[Gradients], packing: Packing, devices: list[torch.device]
-) -> None:
-    """Adds the buckets of which each replica has all or nothing; in the rows they are None then."""
-    if not packing.sums.prepare(devices):
-        return
-    try:
-        for j, bucket in enumerate(packing.buckets):
-            total, own = bucket.of(sums), [bucket.of(row) for row in rows]
-            there = [row for row in own if any(g is not None for g in row)]
-            if there and all(packing.sums.is_whole(row, j) for row in (total, *there)):
-                packing.sums.send(j, [total, *there])
-                for row, i in product(rows, bucket.order):
-                    row[i] = None
-    finally:
-        wait_for_copies(devices)
-
-
-def _add(sums: Gradients, row: Gradients) -> None:
-    """Adds gradients to the sums; where there is no sum yet, the gradient becomes it."""
-    pairs = []
-    for i, gradient in enumerate(row):
-        total = sums[i]
-        if total is None:
-            sums[i] = gradient
-        elif gradient is not None:
-            pairs.append((total, gradient))
-    if pairs:
-        add_each([total for total, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient with the strides that autograd gives it; fused optimizers rely on them.
-
-    They are the parameter's, where its memory is dense; else those of contiguous rows.
-    """
-    if gradient.layout is not torch.strided or gradient.stride() == parameter.stride():
-        return gradient
-    if not (can_be_packed(parameter) and can_be_packed(gradient)):
-        return gradient
-    like = torch.empty_like(parameter, dtype=gradient.dtype)
-    if like.stride() != parameter.stride():
-        return gradient.contiguous()
-    return like.copy_(gradient)
-
-
-def clear_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sets gradients to None."""
-    for parameter in parameters:
-        parameter.grad = None
+# Gradients and hooks of before
 
 
 class StashedGradients:
@@ -326,7 +231,7 @@ class StashedGradients:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._earlier = list(map(_GRAD, self._parameters))
+        self._earlier = list(map(GRAD, self._parameters))
         clear_gradients(self._parameters)
 
     def put_back(self) -> None:
@@ -336,11 +241,11 @@ class StashedGradients:
 
     def add(self) -> None:
         """Adds the new gradients to the earlier ones, in place, as accumulation does."""
-        new = list(map(_GRAD, self._parameters))
+        new = list(map(GRAD, self._parameters))
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is not None:
                 parameter.grad = earlier
-        _add(list(self._earlier), new)
+        add_gradients(list(self._earlier), new)
 
 
 class SuspendedHooks:

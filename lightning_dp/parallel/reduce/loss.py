@@ -9,6 +9,7 @@ Accelerators have an autograd thread per device: there one joint backward runs t
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,7 +60,7 @@ class StepOutput(NamedTuple):
     num_items: float | Tensor | None = None  # what the loss is a mean over, if not samples
     extras: dict[str, Any] | None = None  # other entries of a returned mapping
     has_items_entry: bool = False  # the mapping has "num_items"
-    value: Tensor | None = None  # the loss's value, where it was copied to the host
+    value: Tensor | None = None  # the loss's value, where it was copied to the CPU
 
     @classmethod
     def parse(cls, output: Any) -> StepOutput:
@@ -111,7 +112,7 @@ def parse_outputs(active: Sequence[int], outputs: Sequence[Any]) -> dict[int, St
 def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
     """The replicas' item counts, or None where the losses are means over samples.
 
-    The host waits once for counts that lie on devices.
+    The calling thread waits once for counts that lie on accelerators.
     """
     if counts.count(None) == len(counts):
         return None
@@ -119,11 +120,11 @@ def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
     device = scalar_device(tensors, _CPU)
     values = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else ())
     known = [next(values) if isinstance(count, Tensor) else count for count in counts]
-    agreed = [count for count in known if count is not None and not count < 0]
+    agreed = [n for n in known if n is not None and math.isfinite(n) and n >= 0]
     if len(agreed) < len(counts):
         raise ValueError(
-            f"Expected num_items of at least 0 from every replica, got {known}. Give it for every "
-            "shard: the number of items that the loss is a mean over."
+            f"Expected finite num_items of at least 0 from every replica, got {known}. Give it for "
+            "every shard: the number of items that the loss is a mean over."
         )
     return agreed
 
@@ -152,7 +153,7 @@ def join_losses(
 ) -> Tensor:
     """The value sum(w_i * loss_i) on the output device.
 
-    A loss of weight 0 is left out: it contributes nothing, even if it is NaN.
+    A loss of weight 0 is left out, even if it is NaN.
 
     Example:
         >>> losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
@@ -203,10 +204,7 @@ class JointBackward:
         rank_graph: RankGraph | None = None,
     ) -> None:
         self.name, self.shards, self.crosses = name, shards, crosses
-        self.parts = []
-        for k, loss, weight in parts:
-            if weight != 0 and loss.requires_grad:
-                self.parts.append((k, loss, weight))
+        self.parts = [(k, loss, w) for k, loss, w in parts if w != 0 and loss.requires_grad]
         self._rank_graph, self._run = rank_graph, weakref.WeakMethod(run)
         self._streams = side_streams(devices) if devices else []
 
@@ -252,7 +250,7 @@ class JointBackward:
         Returns the call that runs it: the gradients are made now.
         """
         losses = [loss for _, loss, _ in self.parts]
-        # Autograd makes a new gradient for each backward: the host need not wait for its copies.
+        # Autograd makes a new gradient for each backward: this thread need not wait for its copies.
         gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
         ranks = self._rank_graph
         end = None if ranks is None else ranks.end(keep_graph=keep_graph)
@@ -310,5 +308,5 @@ def wait_for_autograd(devices: Sequence[torch.device]) -> None:
         # A daemon thread, not a pool's, which the interpreter's exit would wait for.
         thread = threading.Thread(target=pass_through, name="dp-autograd", daemon=True)
         thread.start()
-        while thread.is_alive():  # Ctrl-C ends short waits on Windows too
+        while thread.is_alive():  # on Windows, Ctrl-C cannot interrupt a longer wait
             thread.join(0.5)

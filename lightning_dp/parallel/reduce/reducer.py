@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.comm import can_be_packed
-from lightning_dp.parallel.reduce.backward import Backward, reduce_gradients
+from lightning_dp.parallel.reduce.backward import Backward
+from lightning_dp.parallel.reduce.gradients import reduce_gradients
 from lightning_dp.parallel.reduce.loss import JointBackward, wait_for_autograd
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards
@@ -32,7 +33,7 @@ _FORM = attrgetter("shape", "dtype", "device")
 
 
 class Reducer:
-    """What a step leaves open between its forward, its backward and the next step.
+    """Brings gradients and buffers to the root, and remembers which of both are still missing.
 
     Args:
         replicas: the root and its replicas.
@@ -85,11 +86,11 @@ class Reducer:
 
     def begin(self, joint: JointBackward, gradient: Tensor, *, can_fail: bool) -> None:
         """A backward begins; if it can fail for lack of memory, it can be undone."""
-        fills: Sequence[int] = ()
+        overlapping: Sequence[int] = ()
         if can_fail and self.overlaps:
-            fills = joint.shards.active if joint.crosses else [k for k, *_ in joint.parts]
+            overlapping = joint.shards.active if joint.crosses else [k for k, *_ in joint.parts]
         self.backward = Backward(
-            self._replicas, gradient, fills, can_be_undone=can_fail, world=self._world
+            self._replicas, gradient, overlapping, can_be_undone=can_fail, world=self._world
         )
 
     def commit(self) -> None:
@@ -129,8 +130,8 @@ class Reducer:
         shards, self._forward = self._forward, None
         if shards is None:
             return
-        if self._replicas.limited:
-            self._replicas.adopt_rows(shards.active)
+        if self._replicas.max_norm_embeddings:
+            self._replicas.copy_back_renormalized_rows(shards.active)
         if not self.root_keeps_its_buffers(shards):
             buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
@@ -141,14 +142,14 @@ class Reducer:
         samples, self.rank_samples = self.rank_samples, None
         if samples is None or self._world is None:
             return
-        own = self._replicas.buffers_of_steps[0]
+        root = self._replicas.buffers_of_steps[0]
         if self._policy == "mean":
-            pairs = zip(self._world.gather(own, "its buffers"), samples, strict=True)
+            pairs = zip(self._world.all_gather_objects(root, "its buffers"), samples, strict=True)
             ranks = [(buffers, n) for buffers, n in pairs if n]
         else:
             first = next(rank for rank, n in enumerate(samples) if n)
-            ranks = [(self._world.broadcast(own, first), 1)]
-        reduce_buffers(own, [row for row, _ in ranks], [n for _, n in ranks], self._policy)
+            ranks = [(self._world.broadcast(root, first), 1)]
+        reduce_buffers(root, [row for row, _ in ranks], [n for _, n in ranks], self._policy)
 
 
 # Buffers
@@ -164,9 +165,8 @@ def reduce_buffers(
     """Gives the root the buffers that a training step left on the replicas that worked.
 
     By policy those of the first of these, or the mean of all, weighted by their samples (what has
-    no mean, such as integers or tensors of several shapes, keeps those of the first). They are
-    written without a trace, as batch norm writes to its own: graphs that have saved them stay
-    usable. A root's of another shape or dtype takes theirs.
+    no mean, such as integers or tensors of several shapes, keeps those of the first). Version
+    counters stay, so that graphs stay usable. A root buffer of another shape or dtype is replaced.
     """
     weights = [n / sum(sizes) for n in sizes]
     for i, target in enumerate(root):
@@ -186,7 +186,7 @@ def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
     return torch.where(values.eq(values[0]).all(0), values[0], torch.stack(terms).sum(0))
 
 
-class Snapshot:
+class BufferSnapshot:
     """The values of buffers at one moment. Its memory is kept, and copied to in few kernels."""
 
     def __init__(self) -> None:

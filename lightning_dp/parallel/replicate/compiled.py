@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 from lightning_dp.parallel.torch_private import (
-    compilation_counts,
     compiled_function,
     compiled_inner,
     more_recompilations,
@@ -25,7 +24,7 @@ from lightning_dp.parallel.torch_private import (
 
 
 class Compilations:
-    """Whether calls compile (`are_known`), and how often they have so far (`counts()["total"]`)."""
+    """Whether calls compile (`are_known`), and how to let each replica compile."""
 
     def __init__(self, root: nn.Module, replicas: int) -> None:
         self._replicas = replicas
@@ -34,7 +33,6 @@ class Compilations:
         self.are_known = any(compiled_inner(module) is not None for module in modules) or any(
             compiled_function(value) is not None for cls in classes for value in _known_to(cls)
         )
-        self.counts = compilation_counts()
 
     def as_often(self) -> AbstractContextManager[None]:
         """In this context each replica may compile as often as one device would."""

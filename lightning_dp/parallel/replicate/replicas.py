@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.comm import gradients_on, to_device_coalesced
+from lightning_dp.parallel.replicate.attributes import ATOMS, Copier, ReplicaGenerators
 from lightning_dp.parallel.replicate.compiled import Compilations, compiled_attributes
-from lightning_dp.parallel.replicate.copier import ATOMS, Copier, OwnGenerators
-from lightning_dp.parallel.replicate.structure import Contents, ModuleStructure, ReplicaRules
-from lightning_dp.parallel.replicate.tensors import (
+from lightning_dp.parallel.replicate.parameters_and_buffers import (
     BufferState,
     Parameters,
     copies_of,
@@ -24,6 +23,7 @@ from lightning_dp.parallel.replicate.tensors import (
     pointers_of,
     versions_of,
 )
+from lightning_dp.parallel.replicate.structure import Contents, ModuleStructure, ReplicaRules
 from lightning_dp.parallel.torch_private import (
     FIXED_NAMES,
     HOOK_TABLES,
@@ -53,15 +53,15 @@ class Replicas:
         root_parameters: the root's parameters, tied ones once.
         packing: how parameters, and gradients of their kinds, are packed when they travel.
         attributes: counts changes of the root's attributes.
-        limited: positions of the weights of embeddings with `max_norm`, and the kinds of norms.
+        max_norm_embeddings: of embeddings with `max_norm`, positions of weights, and kinds of norm.
         compiled: what is compiled by the module.
 
     Args:
         root: the module.
         devices: the replicas' devices, the root's first.
         rules: how special submodules are replicated.
-        before_rebuild: called with the parameters of all replicas before others take their place,
-            to save accumulated gradients.
+        before_rebuild: called with all replicas' parameters before these are replaced, to save
+            accumulated gradients.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Replicas:
         with torch.inference_mode(False), torch.no_grad():
             self._structure = structure = ModuleStructure(self._root, self._rules)
             self.root_parameters, self.attributes = structure.parameters, structure.attributes
-            self.limited = _limited_norms(structure)
+            self.max_norm_embeddings = _max_norm_embeddings(structure)
             self.compiled = Compilations(self._root, len(self._devices))
             self._parameters = Parameters(structure.parameters, self._devices)
             self.packing = self._parameters.packing
@@ -120,8 +120,7 @@ class Replicas:
         """
         rows: list[Sequence[Tensor]] = [self.root_parameters]
         for replica in self._others:
-            # A parameter may be in the graph of an earlier step, or a step may have bound a
-            # gradient.
+            # A parameter may be in an earlier step's graph, or a step may have bound a gradient.
             if not replica.shares or {*map(_GRAD, replica.parameters)} != {None}:
                 rows.append(replica.parameters)
         return rows
@@ -137,11 +136,12 @@ class Replicas:
 
     @property
     def buffers_of_steps(self) -> list[list[Tensor | None]]:
-        """Every replica's buffers, but for those of modules that are apart."""
+        """Every replica's buffers, without those of modules that have own buffer rules."""
+        structure = self._structure
         places = [
-            i for i, m in enumerate(self._structure.modules) if id(m) not in self._structure.apart
+            i for i, m in enumerate(structure.modules) if id(m) not in structure.has_own_rules
         ]
-        rows = [self._structure.buffer_tables, *(r.buffer_tables for r in self._others)]
+        rows = [structure.buffer_tables, *(r.buffer_tables for r in self._others)]
         return [entries(tables[i] for i in places) for tables in rows]
 
     def keep(self, k: int, position: int, name: str) -> None:
@@ -155,12 +155,13 @@ class Replicas:
         parameters: ParameterCopies = "changed",
         buffers: BufferCopies = "changed",
     ) -> None:
-        """Brings replicas, all or those that are active in this step, up to date with the root.
+        """Brings replicas up to date; a root with other parameters or submodules gets new ones.
 
-        A root with other parameters or submodules than before gets new replicas. Copied are
-        parameters that are known to have changed; "frozen", also those that are not trained, to
-        which writing through `.data` leaves no trace. Of buffers "read" means all, but none if the
-        forward only writes to them, as batch norm does in training.
+        Args:
+            active: those of this step; None for all.
+            parameters: "changed" copies those known to have changed; "frozen" copies also all with
+                requires_grad=False, since writes through `.data` cannot be detected; "all" all.
+            buffers: "changed", "all", or "read": all, but none if the forward only writes to them.
         """
         has_failed, self._has_failed = self._has_failed, True  # until this has ended
         everything = has_failed or parameters == "all"
@@ -172,8 +173,8 @@ class Replicas:
             if self._has_other_structure():
                 self._build()
             elif others:
-                own = [replica.k for replica in others]
-                self._parameters.refresh(own, everything=everything, frozen=parameters == "frozen")
+                frozen, numbers = parameters == "frozen", [replica.k for replica in others]
+                self._parameters.refresh(numbers, everything=everything, frozen=frozen)
                 if buffers == "read" and not (everything or self._structure.reads_buffers()):
                     others = []
                 elif buffers == "changed" and not everything:
@@ -182,7 +183,7 @@ class Replicas:
                 if has_failed or (has_new and self._holds_tensors) or self._has_other_attributes():
                     self._copy_attributes()
             for replica in self._others:
-                if replica.generators.own:
+                if replica.generators.by_root:
                     replica.generators.follow(alone=bool(active and 0 not in active))
         self._has_failed = False
 
@@ -236,11 +237,10 @@ class Replicas:
         after every refresh; `share` only where replicas and their backwards run one after another.
         They do not share parameters to which a forward writes.
         """
-        share, changed = share and not self.limited, False
+        share, changed = share and not self.max_norm_embeddings, False
         for replica in self._others:
             if not self._parameters.share_memory[replica.k]:
-                if torch.is_grad_enabled():
-                    # Now, and not in the midst of a backward that has little memory left.
+                if torch.is_grad_enabled():  # now, since a backward may have little memory left
                     self.packing.sums.prepare([self._devices[0], replica.device])
             elif replica.shares != share:
                 replica.share(share)
@@ -276,20 +276,20 @@ class Replicas:
                 )
 
     @torch.no_grad()
-    def adopt_rows(self, active: Iterable[int]) -> None:
+    def copy_back_renormalized_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of `limited` embeddings that a forward has shortened elsewhere.
 
-        They are written without a trace: graphs that have saved the weight stay usable.
+        No version counter is raised: graphs that have saved the weight stay usable.
         """
-        for k, (i, norm_type) in product(active, self.limited.items()):
+        for k, (i, norm_type) in product(active, self.max_norm_embeddings.items()):
             if k > 0:
-                own = self.root_parameters[i].data
-                other = self._parameters.rows[k][i].data.to(own.device)
-                norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (own, other)]
-                own.copy_(torch.where(norms[1] < norms[0], other, own))
+                weight = self.root_parameters[i].data
+                rescaled = self._parameters.rows[k][i].data.to(weight.device)
+                norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (weight, rescaled)]
+                weight.copy_(torch.where(norms[1] < norms[0], rescaled, weight))
 
 
-def _limited_norms(structure: ModuleStructure) -> dict[int, float]:
+def _max_norm_embeddings(structure: ModuleStructure) -> dict[int, float]:
     places = {id(parameter): i for i, parameter in enumerate(structure.parameters)}
     return {
         places[id(module.weight)]: module.norm_type
@@ -320,7 +320,7 @@ class Replica:
         self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
         self._held: dict[tuple[int, str], Any] = {}  # root's values of attributes that it keeps
         root_device = source.device or device
-        self.generators = OwnGenerators(k, root_device, device)
+        self.generators = ReplicaGenerators(k, root_device, device)
         self._new_copier = partial(
             Copier, source=root_device, device=device, generators=self.generators
         )
@@ -340,17 +340,17 @@ class Replica:
                 for tables in (parameter_table, child_table)
             )
             self._tables.append(weights_of)
-            buffers = buffer_table(original) if id(original) in source.staying else table
-            own = tables_as_attributes(weights_of, buffers, children)
-            own.update(rules.own_attributes(original, twin, k, device))
+            buffers = buffer_table(original) if id(original) in source.keeps_root else table
+            attributes = tables_as_attributes(weights_of, buffers, children)
+            attributes.update(rules.own_attributes(original, twin, k, device))
             hooks = {name: type(vars(original)[name])() for name in HOOK_TABLES}
-            vars(twin).update({**vars(original), **hooks, **own})
-            self._kept.append((FIXED_NAMES - _HOOK_TABLES) | own.keys())
+            vars(twin).update({**vars(original), **hooks, **attributes})
+            self._kept.append((FIXED_NAMES - _HOOK_TABLES) | attributes.keys())
         for j, (original, twin) in enumerate(zip(source.modules, self.submodules, strict=True)):
             compiled = compiled_attributes(original, twin)
             vars(twin).update(compiled)
             self._kept[j] |= compiled.keys()
-        self._kept += [frozenset(["__deepcopy__"])] * len(parameters)  # see `broadcast`
+        self._kept += [frozenset(["__deepcopy__"])] * len(parameters)  # see `alias_parameters`
 
     # Parameters and buffers
 
@@ -376,14 +376,14 @@ class Replica:
         its backward may still recompute a part of it (reentrant checkpoints).
         """
         roots = [*self._source.parameters, *self._root_buffers]
-        own = [*self.parameters, *self._buffers]
-        if not torch.is_grad_enabled():
-            if pointers_of(own) != pointers_of(self._in_place):
-                self._compute_with(own)
-        elif any(map(_REQUIRES_GRAD, roots)):
-            self._compute_with(broadcast(roots, own, partial(at_end_of_backward, on_backward)))
-        else:
-            self._compute_with(own)
+        tensors = [*self.parameters, *self._buffers]
+        if torch.is_grad_enabled():
+            if any(map(_REQUIRES_GRAD, roots)):
+                at_end = partial(at_end_of_backward, on_backward)
+                tensors = alias_parameters(roots, tensors, at_end)
+            self._compute_with(tensors)
+        elif pointers_of(tensors) != pointers_of(self._in_place):
+            self._compute_with(tensors)
 
     def _stand_ins(self) -> dict[int, Any]:
         """What stands for the root's parameters and buffers, by their ids."""
@@ -398,10 +398,10 @@ class Replica:
         """Takes copies of the root's buffers as its own."""
         self._root_buffers, self._buffers = roots, copies
         self._in_place[len(self.parameters) :] = copies
-        own = self._stand_ins()  # a parameter may be a buffer as well
+        stand_ins = self._stand_ins()  # a parameter may be a buffer as well
         for table, root_table in zip(self.buffer_tables, self._source.buffer_tables, strict=True):
             table.clear()
-            table.update({name: own.get(id(buffer)) for name, buffer in root_table.items()})
+            table.update({name: stand_ins.get(id(buffer)) for name, buffer in root_table.items()})
         self._seen = BufferState(self._source.buffer_tables + self.buffer_tables)
 
     # Attributes
@@ -415,28 +415,28 @@ class Replica:
         tensors, others, hooks = [], [], []
         owners = zip(self._source.owners, [*self.submodules, *self._in_place], strict=False)
         for j, (original, twin) in enumerate(owners):
-            root, own, kept = vars(original), vars(twin), self._kept[j]
-            if root is own:  # a parameter that is the root's own
+            source, target, kept = vars(original), vars(twin), self._kept[j]
+            if source is target:  # a parameter that is the root's own
                 continue
-            for name in own.keys() - root.keys() - kept:
-                del own[name]
-            for name, value in root.items():
+            for name in target.keys() - source.keys() - kept:
+                del target[name]
+            for name, value in source.items():
                 if name in kept or self._held.get((j, name), _ABSENT) is value:
                     continue
                 if type(value) in ATOMS:
-                    own[name] = value
+                    target[name] = value
                 elif isinstance(value, Tensor):
-                    tensors.append((own, name, value))
+                    tensors.append((target, name, value))
                 elif name not in _HOOK_TABLES:
-                    others.append((own, name, value))
-                elif value or own[name]:
-                    hooks.append((own, name, value))
+                    others.append((target, name, value))
+                elif value or target[name]:
+                    hooks.append((target, name, value))
         # Inference tensors could not be used in training.
         with torch.inference_mode(False), torch.set_grad_enabled(with_graphs):
-            for own, name, value in tensors:
-                own[name] = copier.tensor(value)
-            for own, name, value in others + hooks:
-                own[name] = copier.copy(value)
+            for target, name, value in tensors:
+                target[name] = copier.tensor(value)
+            for target, name, value in others + hooks:
+                target[name] = copier.copy(value)
         return copier
 
     def keep(self, j: int, name: str) -> None:
@@ -444,7 +444,7 @@ class Replica:
         self._held[j, name] = vars(self._source.owners[j]).get(name)
 
 
-def broadcast(
+def alias_parameters(
     roots: Sequence[Tensor], twins: Sequence[Tensor], on_backward: Callable[[], None]
 ) -> list[Tensor]:
     """The root's tensors inside a replica's graph: functions of them in the twins' memory.
@@ -474,7 +474,7 @@ def _groups(roots: Sequence[Tensor]) -> list[list[int]]:
     return [*([i] for i in alone), *([together] if together else [])]
 
 
-class _Broadcast(torch.autograd.Function):
+class _Aliases(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, twins: list[Tensor], on_backward: Callable[[], None], *roots: Tensor
@@ -489,4 +489,4 @@ class _Broadcast(torch.autograd.Function):
         return None, None, *gradients_on(ctx.device, list(gradients))
 
 
-_aliases: Callable[..., tuple[Tensor, ...]] = _Broadcast.apply
+_aliases: Callable[..., tuple[Tensor, ...]] = _Aliases.apply

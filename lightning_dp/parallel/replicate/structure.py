@@ -23,15 +23,15 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class ReplicaRules:
     """How special submodules are replicated; by default none is special."""
 
-    def is_apart(self, module: nn.Module) -> bool:
-        """Whether the buffers of a module and its submodules follow rules of their own.
+    def has_own_buffer_rules(self, module: nn.Module) -> bool:
+        """Whether the buffers of a module are joined elsewhere, as those of torchmetrics' metrics.
 
-        What torch.jit compiled in such a module is deep-copied; elsewhere it is refused.
+        What torch.jit compiled in such a module is deep-copied; in other modules it is refused.
         """
         return False
 
-    def stays(self, module: nn.Module) -> bool:
-        """Whether replicas use the tensors of such a module where they are."""
+    def keeps_root_tensors(self, module: nn.Module) -> bool:
+        """Whether replicas use the root's tensors of this module, not copies on their device."""
         return False
 
     def own_attributes(
@@ -49,13 +49,13 @@ class ModuleStructure:
 
     def __init__(self, root: nn.Module, rules: ReplicaRules) -> None:
         self.modules: list[nn.Module] = []
-        self.scripted: list[nn.Module] = []  # compiled by torch.jit, and apart
-        self.apart: set[int] = set()  # ids of modules, see `ReplicaRules.is_apart`
-        self.staying: set[int] = set()  # ids of modules, see `ReplicaRules.stays`
+        self.scripted: list[nn.Module] = []  # compiled by torch.jit, with own buffer rules
+        self.has_own_rules: set[int] = set()  # ids of modules with own buffer rules
+        self.keeps_root: set[int] = set()  # ids of modules of which replicas use the root's tensors
         self.device = next((p.device for p in root.parameters()), None)
         self._walk(root, rules, set())
         parameters, self.buffer_tables = [
-            [{} if id(m) in self.staying else table(m) for m in self.modules]
+            [{} if id(m) in self.keeps_root else table(m) for m in self.modules]
             for table in (parameter_table, buffer_table)
         ]
         unique = {id(p): p for table in parameters for p in table.values() if p is not None}
@@ -75,31 +75,31 @@ class ModuleStructure:
         module: nn.Module,
         rules: ReplicaRules,
         seen: set[int],
-        is_apart: bool = False,
-        stays: bool = False,
+        has_own_rules: bool = False,
+        keeps_root: bool = False,
     ) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
-        is_apart = is_apart or rules.is_apart(module)
-        if is_apart and isinstance(module, torch.jit.ScriptModule):
+        has_own_rules = has_own_rules or rules.has_own_buffer_rules(module)
+        if has_own_rules and isinstance(module, torch.jit.ScriptModule):
             self.scripted.append(module)
             return
         _check_replicable(module)
         self.modules.append(module)
-        stays = stays or (is_apart and rules.stays(module))
-        if is_apart:
-            self.apart.add(id(module))
-        if stays:
-            self.staying.add(id(module))
+        keeps_root = keeps_root or (has_own_rules and rules.keeps_root_tensors(module))
+        if has_own_rules:
+            self.has_own_rules.add(id(module))
+        if keeps_root:
+            self.keeps_root.add(id(module))
         for child in child_table(module).values():
             if child is not None:
-                self._walk(child, rules, seen, is_apart, stays)
+                self._walk(child, rules, seen, has_own_rules, keeps_root)
         for _, hidden in layers_in(vars(module), ""):
-            if rules.is_apart(hidden) or not isinstance(hidden, torch.jit.ScriptModule):
+            if rules.has_own_buffer_rules(hidden) or not isinstance(hidden, torch.jit.ScriptModule):
                 tensors = chain(hidden.parameters(), hidden.buffers())
                 elsewhere = any(tensor.device != self.device for tensor in tensors)
-                self._walk(hidden, rules, seen, stays=stays or elsewhere)
+                self._walk(hidden, rules, seen, keeps_root=keeps_root or elsewhere)
 
     def present_buffers(self) -> list[Tensor]:
         """Each buffer once, though modules may share it, but for those that are parameters too."""

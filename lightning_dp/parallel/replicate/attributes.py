@@ -1,10 +1,10 @@
-"""Attributes of a replica: copies by identity, as `copy.deepcopy` makes them.
+"""Copies a module's attributes for a replica.
 
-The copier knows which module, parameter and buffer of the root stands for which of the replica's.
-Lists, dicts, tuples and deques are always copied, since what steps append is joined; a set, a plain
-object, a function or a bound method only if it reaches a part of the module. Everything else is
-shared: arrays, data sets, loggers, optimizers, locks, files, the trainer. What the root has under
-two names is one copy under two names. A tensor is shared, or brought to the replica's device.
+A memo keyed by id(), as in `copy.deepcopy`, makes an object that occurs twice one copy. It begins
+with the replica's modules, parameters and buffers. Lists, dicts, tuples and deques are always
+copied, since what steps append is joined; a set, a plain object, a function or a bound method only
+if it reaches a part of the module. Everything else is shared: arrays, data sets, loggers,
+optimizers, locks, files, the trainer. A tensor is shared, or copied to the replica's device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Copier:
     """Copies attributes for one replica, all with one memo.
 
     Args:
-        parts: what stands for the root's modules, parameters and buffers, by their ids.
+        parts: the replica's modules, parameters and buffers, by the ids of the root's.
         source: the root's device.
         device: the replica's.
         generators: the replica's generators of random numbers.
@@ -68,7 +68,7 @@ class Copier:
         parts: Mapping[int, Any],
         source: torch.device,
         device: torch.device,
-        generators: OwnGenerators,
+        generators: ReplicaGenerators,
     ) -> None:
         self._memo = dict(parts)
         self._source, self._device, self._generators = source, device, generators
@@ -80,24 +80,24 @@ class Copier:
     def tensor(self, value: Tensor) -> Any:
         """What the replica has in the place of a tensor that is an attribute.
 
-        On the root's device it is brought to the replica's; on the host it stays there. In a spread
+        From the root's device it is copied to the replica's; on the CPU it stays there. In a spread
         call with gradients it keeps its graph, through which the backward reaches it.
         """
         if id(value) in self._memo:
             return self.copy(value)
-        own = value
+        twin = value
         if value.requires_grad:
             self.has_graphs = True
             if torch.is_grad_enabled():
-                own = value.to(self._device)
+                twin = value.to(self._device)
             elif value.grad_fn is not None:
-                own = value.detach()
-        if self._source.type != "cpu" and own.device == self._source and not own.requires_grad:
-            own = own.to(self._device)
-        if own.device != value.device:
+                twin = value.detach()
+        if self._source.type != "cpu" and twin.device == self._source and not twin.requires_grad:
+            twin = twin.to(self._device)
+        if twin.device != value.device:
             self.moved.append(value)
-        self._memo[id(value)] = own
-        return own
+        self._memo[id(value)] = twin
+        return twin
 
     def copy(self, value: Any) -> Any:
         """What the replica has in the place of a value."""
@@ -128,32 +128,32 @@ class Copier:
             keywords = {name: self.copy(item) for name, item in value.keywords.items()}
             return partial(self.copy(value.func), *map(self.copy, value.args), **keywords)
         if kind is set:
-            return self._make(value, set(map(self.copy, value)))
+            return self._remember(value, set(map(self.copy, value)))
         return self._function(value) if kind is FunctionType else self._object(value)
 
-    def _make(self, value: Any, own: Any) -> Any:
-        self._memo[id(value)] = own
-        return own
+    def _remember(self, value: Any, twin: Any) -> Any:
+        self._memo[id(value)] = twin
+        return twin
 
     def _container(self, value: Any) -> Any:
-        own = copy.copy(value)  # which keeps a class, a default factory or a longest length
-        own.clear()
-        self._make(value, own)
+        twin = copy.copy(value)  # which keeps a class, a default factory or a longest length
+        twin.clear()
+        self._remember(value, twin)
         if isinstance(value, dict):
             for key, item in value.items():
-                own[self.copy(key)] = self.copy(item)
-            self.containers += [value.keys(), value.values(), own.keys(), own.values()]
+                twin[self.copy(key)] = self.copy(item)
+            self.containers += [value.keys(), value.values(), twin.keys(), twin.values()]
         else:
-            own.extend(map(self.copy, value))
-            self.containers += [value, own]
-        return own
+            twin.extend(map(self.copy, value))
+            self.containers += [value, twin]
+        return twin
 
     def _tuple(self, value: Any) -> Any:
         items = list(map(self.copy, value))
         if not any(map(is_not, items, value)):
             return value
         make = getattr(type(value), "_make", type(value))  # a namedtuple takes its items one by one
-        return self._make(value, make(items))
+        return self._remember(value, make(items))
 
     def _function(self, value: FunctionType) -> FunctionType:
         """A function whose cells hold the replica's parts; all other cells it shares."""
@@ -161,36 +161,36 @@ class Copier:
         cells = list(map(self._cell, known))
         if not any(map(is_not, cells, known)):
             return value
-        own = with_cells(value, cells)
-        self._make(value, own)
+        twin = with_cells(value, cells)
+        self._remember(value, twin)
         for cell, old in zip(cells, known, strict=True):
             if cell is not old and _content(cell) is None:
                 cell.cell_contents = self.copy(old.cell_contents)
         if original is not None:
-            own = with_cells(value, cells, self.copy(original))
-            self._make(value, own)
-        return own
+            twin = with_cells(value, cells, self.copy(original))
+            self._remember(value, twin)
+        return twin
 
     def _cell(self, cell: CellType) -> CellType:
         """A cell of several functions is one cell of their copies."""
         if id(cell) not in self._memo and self._reaches(_content(cell)):
-            self._make(cell, CellType())
-        own: CellType = self._memo.get(id(cell), cell)
-        return own
+            self._remember(cell, CellType())
+        twin: CellType = self._memo.get(id(cell), cell)
+        return twin
 
     def _object(self, value: Any) -> Any:
         cls: Any = type(value)
         try:
-            own = SimpleNamespace() if cls is SimpleNamespace else object.__new__(cls)
+            twin = SimpleNamespace() if cls is SimpleNamespace else object.__new__(cls)
         except TypeError:  # a class of an extension, which alone knows how to make one
             return value
-        self._make(value, own)
+        self._remember(value, twin)
         if hasattr(value, "__dict__"):
-            vars(own).update({name: self.copy(item) for name, item in vars(value).items()})
-            self.containers += [vars(value).keys(), vars(value).values(), vars(own).values()]
+            vars(twin).update({name: self.copy(item) for name, item in vars(value).items()})
+            self.containers += [vars(value).keys(), vars(value).values(), vars(twin).values()]
         for name in _slots(value):
-            object.__setattr__(own, name, self.copy(getattr(value, name)))
-        return own
+            object.__setattr__(twin, name, self.copy(getattr(value, name)))
+        return twin
 
     def _reaches(self, value: Any) -> bool:
         """Whether a value leads to a part of the module, or to something that was copied."""
@@ -247,7 +247,7 @@ def _slots(value: Any) -> list[str]:
     return [n for n in names if n not in ("__dict__", "__weakref__") and hasattr(value, n)]
 
 
-class OwnGenerators:
+class ReplicaGenerators:
     """A replica's generators of random numbers, one for each that a module of the root has.
 
     What a replica draws in a step follows from the state of the root's generator as the step
@@ -256,18 +256,18 @@ class OwnGenerators:
 
     def __init__(self, k: int, source: torch.device, device: torch.device) -> None:
         self._k, self._source, self._device = k, source, device
-        self.own: WeakKeyDictionary[torch.Generator, torch.Generator] = WeakKeyDictionary()
+        self.by_root = WeakKeyDictionary[torch.Generator, torch.Generator]()
 
     def of(self, root: torch.Generator) -> torch.Generator:
         """The one that replaces a generator; on the replica's device if that is on the root's."""
         device = self._device if root.device == self._source else root.device
-        return self.own.setdefault(root, torch.Generator(device))
+        return self.by_root.setdefault(root, torch.Generator(device))
 
     def follow(self, *, alone: bool) -> None:
         """Seeds them before a step; `alone`, the root draws nothing in it, but has to move on."""
-        for root, own in self.own.items():
+        for root, generator in self.by_root.items():
             state = bytes(root.get_state().tolist())
             number = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big")
-            own.manual_seed(seed_apart(number, self._k))
+            generator.manual_seed(seed_apart(number, self._k))
             if alone:
                 torch.rand(1, generator=root, device=root.device)

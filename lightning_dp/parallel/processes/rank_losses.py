@@ -65,8 +65,8 @@ def exchange_losses(
         is_sum: whether losses are sums over samples, not means.
     """
     value, dtype = (None, None) if loss is None else (float(loss), loss.dtype)
-    own = _RankLoss(value, 0 if world.is_idle else samples, items, has_graph, dtype)
-    ranks = world.gather(own, "the end of its step")
+    sent = _RankLoss(value, 0 if world.is_idle else samples, items, has_graph, dtype)
+    ranks = world.all_gather_objects(sent, "the end of its step")
     sizes = [loss.samples for loss in ranks]
     with_loss = [loss for loss in ranks if loss.value is not None and loss.samples]
     if not with_loss:
@@ -82,7 +82,7 @@ def exchange_losses(
     if is_sum:
         counts = [float(count > 0) for count in counts]
     elif any(of_items):
-        counts = [(own.items or 0) if n else 0 for own, n in zip(ranks, counts, strict=True)]
+        counts = [(loss.items or 0) if n else 0 for loss, n in zip(ranks, counts, strict=True)]
     total = 1.0 if is_sum else sum(counts)
     shares = [count / total for count in counts]
     return JointLoss(

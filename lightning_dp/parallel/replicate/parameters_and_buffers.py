@@ -1,9 +1,9 @@
 """The tensors of replicas: parameters, which are leaves, and buffers; what of them is sent when.
 
-Parameters on the root's device are in the root's memory; elsewhere they are copies. Sent is what is
-known to have changed: by version counters and data pointers; trained parameters after a step of an
-optimizer, since fused ones leave no trace in the counters, or after a backward. Every replica has
-buffers in memory of its own, also on the root's device, where a step may resize them.
+Parameters on the root's device are in the root's memory; elsewhere they are copies. A parameter is
+sent if its version counter or data pointer has changed. Trained parameters are also sent after
+every optimizer step or backward, because fused optimizers do not raise the version counter. Every
+replica has buffers in memory of its own, also on the root's device, where a step may resize them.
 """
 
 from __future__ import annotations
@@ -124,22 +124,22 @@ class Parameters:
 
     def _follow(self, k: int, state: ParameterState, *, trained: bool, frozen: bool) -> set[int]:
         """Follows the root, of which this is the state; returns positions that are to be copied."""
-        own, seen, self._seen[k] = self.rows[k], self._seen[k], state
+        parameters, seen, self._seen[k] = self.rows[k], self._seen[k], state
         bound = _differences(state.pointers, seen.pointers)
         written = _differences(state.versions, seen.versions)
         toggled = _differences(state.requires_grad, seen.requires_grad)
         for i in toggled:
-            own[i].requires_grad_(state.requires_grad[i])
+            parameters[i].requires_grad_(state.requires_grad[i])
         if self.share_memory[k]:
-            for i in range(len(own)) if trained else bound:
-                own[i].data = self.rows[0][i].data
+            for i in range(len(parameters)) if trained else bound:
+                parameters[i].data = self.rows[0][i].data
             return set()
         if trained:
             self._behind.discard(k)
         # A backward through the values of before then raises autograd's error, as on one device.
-        increment_version([own[i] for i in bound | written])
-        for i in _differences(pointers_of(own), pointers_of(self._memory[k])):
-            own[i].data = self._memory[k][i]  # a step has bound others on its replica
+        increment_version([parameters[i] for i in bound | written])
+        for i in _differences(pointers_of(parameters), pointers_of(self._memory[k])):
+            parameters[i].data = self._memory[k][i]  # a step has bound others on its replica
         stale = bound | written | toggled
         chosen = {True: trained, False: frozen}
         return stale.union(i for i, trains in enumerate(state.requires_grad) if chosen[trains])
@@ -158,10 +158,10 @@ def _differences(now: Sequence[Any], before: Sequence[Any]) -> set[int]:
 
 def _leaf(root: nn.Parameter, memory: Tensor) -> nn.Parameter:
     """A parameter of the root's class in some memory."""
-    own = nn.Parameter(memory, requires_grad=root.requires_grad)
-    if type(own) is nn.Parameter:
-        own.__class__ = type(root)
-    return own
+    leaf = nn.Parameter(memory, requires_grad=root.requires_grad)
+    if type(leaf) is nn.Parameter:
+        leaf.__class__ = type(root)
+    return leaf
 
 
 # --- buffers

@@ -1,4 +1,4 @@
-"""What an engine is given: its options, and what runs on each replica in a step."""
+"""The options of an engine, and the interface of what it runs on each replica in a step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ReplicaCall(ABC):
 
     Args:
         name: what errors call it; the executor chooses by it how the call runs.
-        training: whether the module may leave buffers behind.
+        training: whether the root takes over the buffers that the call writes.
         transfer: moves the shards.
     """
 
@@ -84,7 +84,7 @@ class ReplicaCall(ABC):
 
     @abstractmethod
     def begin(self, shards: Shards) -> None:
-        """The replicas are up to date, and about to be called."""
+        """Called when the replicas are up to date, before `on_replica`."""
 
     @abstractmethod
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
@@ -96,7 +96,7 @@ class ReplicaCall(ABC):
 
     @abstractmethod
     def gather(self, outputs: Any, shards: Shards) -> Any:
-        """What one device would have returned, where the replicas that work returned `outputs`."""
+        """Joins the active replicas' outputs into what one device would have returned."""
 
     def finish(self, result: Any, gradient: Tensor) -> None:
         """Runs the backward, if any, of a step that is done again."""

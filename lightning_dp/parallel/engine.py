@@ -110,7 +110,7 @@ class Engine:
     # One step
 
     def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
-        """A step of a batch, which may have been cut already; again if it runs out of memory."""
+        """Runs a step, and again if it is out of memory; `shards`: the batch, if cut already."""
         try:
             return self.step(call, batch if shards is None else shards)
         except torch.OutOfMemoryError as error:
@@ -275,7 +275,7 @@ class Engine:
     def join(
         self, outputs: Sequence[Any], shards: Shards, replicas: Sequence[int] | None = None
     ) -> Any:
-        """What one device would have returned, on the output device, from these replicas' outputs.
+        """Joins replicas' outputs into what one device would return, on the output device.
 
         Args:
             outputs: of the replicas.
@@ -310,10 +310,10 @@ class Engine:
         context: Callable[[], AbstractContextManager[None]],
         error: torch.OutOfMemoryError,
     ) -> None:
-        """Does a step and its backward again, after the joint loss's backward ran out of memory.
+        """Runs a step and its backward again, after the joint loss's backward ran out of memory.
 
-        What the step has logged and left on the module was right, and stays. An error is raised
-        again that was not the joint loss's.
+        What the step has logged and left on the module was right, and stays. An error from outside
+        of the joint loss's backward is raised again.
         """
         failed = self.reducer.backward
         if failed is None:
@@ -332,7 +332,7 @@ class Engine:
     # Around it
 
     def count_samples(self, batch: Any) -> int | None:
-        """How many samples a batch has; None if there is nothing to cut."""
+        """Counts the samples of a batch; None if there is nothing to cut."""
         return self._infer(batch).size
 
     def _infer(self, batch: Any) -> Inferred:
@@ -342,7 +342,7 @@ class Engine:
         )
 
     def cut(self, batch: Any, sizes: Sizes) -> list[Any]:
-        """A batch in parts of these sizes, where it is; None for a size of 0."""
+        """Cuts a batch into parts of these sizes without moving it; None for a size of 0."""
         return cut_for(self.asked, batch, self._infer(batch), sizes, self.options.dim)
 
     def profiler_range(self, name: str) -> AbstractContextManager[Any]:

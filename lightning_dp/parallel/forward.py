@@ -1,4 +1,4 @@
-"""Forward mode: a module's own code runs once, and its calls are spread over the replicas."""
+"""Forward mode: the user's step runs once; each call of the module runs on all replicas."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class ForwardParallel(Engine):
         return call
 
     def close(self) -> None:
-        """As every engine; and lets go of graphs, which would keep the replicas for good."""
+        """Closes the engine, and drops the replicas and the graphs that they hold."""
         self.stop_spreading()
         super().close()
         self.replicas.lose()
@@ -258,7 +258,7 @@ class SpreadCall(ReplicaCall):
 
 
 def _after_backward(engine: Callable[[], ForwardParallel | None]) -> None:
-    """The root's weights are about to be updated, and it may have the step's buffers."""
+    """Gives the root the step's buffers, and expects that its weights are updated next."""
     living = engine()
     if living is not None:
         living.reducer.take_buffers()

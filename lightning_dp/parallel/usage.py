@@ -115,7 +115,7 @@ class UsageMeter:
             self._running.in_turns = in_turns
 
     def take_back(self, sizes: Sizes) -> None:
-        """Takes the samples of a step back that will run again."""
+        """Subtracts the samples of a step that will run again."""
         for total, size in zip(self.usage, sizes, strict=True):
             total.samples -= size
 
@@ -127,7 +127,7 @@ class UsageMeter:
                 self._running.seconds[task.replica] += task.seconds
 
     def add_alone(self, samples: int, seconds: float) -> None:
-        """Counts a training step that the root has done without the engine."""
+        """Counts a training step that ran on the root without the engine."""
         self.usage[0].samples += samples
         self.usage[0].busy_seconds += seconds
         if self._running is not None:

@@ -1,8 +1,8 @@
 """Why a split call differs from that of one device: found out by experiment.
 
-What is known to differ is switched off, one kind after the other, and both calls run again. What
-still differs is the call's own. The losses and gradients of single shards, each run on the root,
-show how they make up those of the batch.
+Batch norm and random numbers, which differ in every data-parallel trainer, are switched off one
+after the other, and both calls run again. For differences that remain, single shards run on the
+root: their losses and gradients show which weights give those of the whole batch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lightning_dp.parallel.check.snapshot import NotChecked
 from lightning_dp.parallel.reduce import LossReduction, loss_weights
 
 _ROUNDING_FACTOR = 30.0
-"""A difference is rounding if it is at most this times what perturbed parameters make."""
+"""A difference is rounding if it is at most this times that from slightly perturbed parameters."""
 _CHANCE_FACTOR = 3.0
-"""A difference is chance if it is at most this times what other seeds make."""
+"""A difference is chance if it is at most this times that between seeds."""
 
 
 def check(
@@ -160,10 +160,10 @@ class _Comparison:
         if not (self._found and drawn == ["randperm"]):  # pairs that differ are no chance
             self._name("random", ", ".join(drawn) or "numpy's or Python's")
 
-    # What is the call's own
+    # Differences that remain
 
     def _name_causes(self) -> None:
-        """Why values of each kind differ."""
+        """Names a cause for each kind of value that differs."""
         before = len(self._causes)
         keys = {kind: list(of) for kind, of in groupby(self._in_order(), lambda key: key.kind)}
         if "loss" in keys or "gradient" in keys:
@@ -185,7 +185,7 @@ class _Comparison:
             self._name("replicas")
 
     def _name_cause_of_loss(self) -> None:
-        """Which weights make the shards' losses and gradients those of the batch."""
+        """Looks for weights whose sum of the shards' losses and gradients is that of the batch."""
         parts = [self._runner.run(shard=k, **self._options) for k in self._runner.active]
         sizes = [size for size in self._call.sizes if size]
         sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
@@ -208,7 +208,7 @@ class _Comparison:
 
 
 def _shares_in(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
-    """The shares of shards in a mean over anything: at least 0, and 1 in sum."""
+    """The weights of the shards if the loss is a mean over items: at least 0, with sum 1."""
     finite = [part for part in parts if part.is_finite]  # a mean over nothing is NaN
     fitted = iter(fitted_weights(whole, finite))
     counts = [max(next(fitted), 0.0) if part.is_finite else 0.0 for part in parts]

@@ -1,4 +1,4 @@
-"""What a call came to, by name, and how far two calls of the same samples are apart."""
+"""The values that a call computed, by name, and how far those of two calls are apart."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def distance(a: Any, b: Any, eps: float = 0.0, floor: float = 0.0) -> float:
         return _numbers_apart(torch.as_tensor(a), torch.as_tensor(b), eps, floor)
     parts_a, parts_b = tree.children(a), tree.children(b)
     if parts_a is None or parts_b is None:
-        # Objects that do not say what they hold: of a class, that is all that is known.
+        # Objects without an `__eq__` cannot be compared: those of one class are taken as equal.
         equality: Any = type(a).__eq__
         is_opaque = type(a) is type(b) and equality is object.__eq__
         return 0.0 if is_opaque or tree.equal(a, b) else math.inf

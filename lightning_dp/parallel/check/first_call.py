@@ -1,4 +1,4 @@
-"""What part of a batch is checked; and the check of a module whose calls are spread."""
+"""The check of a module whose calls are spread, and the small part of a batch that it uses."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ class ForwardCall(Call):
         trains = torch.is_grad_enabled() and any(m.training for m in self.module.modules())
         for leaf in tree.leaves(output) if trains else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
-                # Multiples of the golden ratio are spread evenly, without drawing random numbers.
-                spread = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * 0.6180339887498949
-                weights = (spread.frac() - 0.5).view(leaf.shape).to(leaf)
+                # Multiples of the golden ratio, modulo 1: even, and without random numbers.
+                golden = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * 0.6180339887498949
+                weights = (golden.frac() - 0.5).view(leaf.shape).to(leaf)
                 terms.append((leaf * weights).sum().to(self.engine.output_device).double().real)
         return torch.stack(terms).sum() if terms else None, copy_to_cpu(output)
 

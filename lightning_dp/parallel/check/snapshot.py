@@ -1,4 +1,4 @@
-"""A module as it was at one moment: what a call may change on it, to be compared and put back."""
+"""Saves everything that a call may change on a module, to compare it and to put it back."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class _Found(NamedTuple):
 
 
 class ModuleSnapshot:
-    """A module at one moment, with all that hangs on it, and the state of random generators.
+    """The state of a module, of all objects that it refers to, and of random generators.
 
     One walk from the module finds parameters, buffers, other tensors and arrays, containers,
-    modules, generators and the user's plain objects. Kept are values on the CPU, and of
-    containers and objects which others they hold. Not seen is what a call does to a file, an
-    environment, a class, a global number, or to objects of libraries.
+    modules, generators and the user's plain objects. It copies values to the CPU, and remembers
+    which objects containers and objects hold. Changes of files, environment variables, classes,
+    global numbers and objects of libraries are not seen.
 
     Until `end`, gradients are None and hooks of parameters do not fire.
 
@@ -109,7 +109,7 @@ class ModuleSnapshot:
     def changes(self) -> dict[tuple[str, str], Any]:
         """What differs from the snapshot now, by kind and place, as detached copies on the CPU.
 
-        Attributes that a step binds on modules are not among it: replica 0's value stays by rule.
+        Attributes that a step sets on modules are left out: the value of replica 0 is kept by rule.
         """
         names = {id(p): ("parameter", name) for name, p in self.module.named_parameters()}
         names |= {id(b): ("buffer", name) for name, b in self.module.named_buffers()}
@@ -137,7 +137,7 @@ class ModuleSnapshot:
         return changed
 
     def restore(self) -> None:
-        """Puts everything back; gradients are None."""
+        """Puts everything back, but for gradients, which are None."""
         with ExitStack() as stack:  # an error in one does not keep the others from running
             stack.callback(clear_gradients, self.parameters)
             for restore in self._restores:
@@ -266,7 +266,7 @@ def copy_to_cpu(node: Any) -> Any:
     )
 
 
-# What hangs on an object
+# What an object refers to
 
 
 def _held_by(node: Any) -> Iterator[tuple[str, Any]]:

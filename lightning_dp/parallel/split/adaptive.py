@@ -111,13 +111,13 @@ class Adaptive:
 
 
 def _slowest(sizes: Sizes, lines: Sequence[Line]) -> float:
-    """What the slowest device takes with these sizes."""
+    """Seconds that the slowest device takes with these sizes, by the devices' lines."""
     ends = (a + b * n for n, (a, b) in zip(sizes, lines, strict=True) if n)
     return max(ends, default=0.0)
 
 
 def _line(times: Sequence[tuple[int, float]]) -> Line:
-    """Through the times of the fewest and the most samples, if these are far apart; else from 0."""
+    """The line through the times of the fewest and the most samples; from 0 if these are close."""
     low, high = min(n for n, _ in times), max(n for n, _ in times)
     # Two sizes have to be far apart for their times to differ by more than noise.
     if high - low >= max(2, high // 4):

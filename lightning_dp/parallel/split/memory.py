@@ -27,8 +27,7 @@ class Memory:
     the module is: the least that a device added per sample in the heaviest of the latest 16 steps.
     What is left of that step's peaks is `fixed`. `minimax` of peak minus capacity then gives equal
     free memory. All that a step adds counts as its samples', so each split moves too few samples
-    rather than too many. The first step is even. Replicas whose `places` are
-    the same number share one device's memory.
+    rather than too many. The first step is even. Replicas of one place share a device's memory.
 
     Example:
         >>> split = Memory([0, 1], lambda: [1000, 1000])

@@ -105,14 +105,14 @@ class Planner:
                 return self.latest
         sizes = wanted = self.policy(n)
         if has_caps or _has_single(wanted):
-            # None without room in the caps: memory may have room now; if not, its error is clear.
+            # If the caps have no room, the step is tried without them: memory may be free by now.
             fewest = least()
             sizes = fitted(wanted, caps, fewest) or fitted(wanted, None, fewest) or wanted
         self.latest = Plan(sizes, reading=reading)
         return self.latest
 
     def whole(self) -> Plan:
-        """For a batch in which nothing can be cut, and which shows nothing about what fits."""
+        """The plan of a batch in which nothing can be cut; what fits cannot be learnt from it."""
         k = len(self.latest.sizes)
         self.latest = Plan((0,) * k)
         return Plan((1, *[0] * (k - 1)), whole=True)
@@ -124,7 +124,7 @@ class Planner:
             self._learnt = step
 
     def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
-        """In the latest plan's step these devices ran out of memory: they get less from now on."""
+        """Caps devices that ran out of memory in the latest plan's step, below what did not fit."""
         for k in devices:
             failed = self.latest.sizes[k]
             self._caps[training][k] = failed - max(1, failed // 8)

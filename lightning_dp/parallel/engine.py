@@ -24,7 +24,7 @@ from lightning_dp.parallel.apply import (
     fewest_samples,
 )
 from lightning_dp.parallel.call import EngineOptions, ReplicaCall, Transfer
-from lightning_dp.parallel.comm import host_waits_for
+from lightning_dp.parallel.comm import synchronize
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.gather import Join, RowRules
 from lightning_dp.parallel.out_of_memory import Recovery
@@ -253,7 +253,7 @@ class Engine:
                 if call.gathers and self.output_device.type == "cpu" and self.accelerators:
                     # What replicas have logged has left already.
                     outputs = call.to_cpu(outputs, self.devices)
-                    host_waits_for(*self.devices)
+                    synchronize(*self.devices)
         except BaseException:
             if not is_in_backward():  # where a checkpoint ends its recomputation by an exception
                 self.replicas.fail()

@@ -63,7 +63,7 @@ class Executor:
 
     Args:
         devices: the replicas' devices, the root device first.
-        how: one of these.
+        how: "threads", "inorder" or "auto".
         on_left_behind: called when a replica did not end: its thread may still use the module.
         names: the replicas' names, for errors.
         timeout: seconds that replicas wait in a rendezvous for one that does not come.

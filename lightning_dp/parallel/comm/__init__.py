@@ -15,7 +15,7 @@ from lightning_dp.parallel.comm.chain import Packing as Packing
 from lightning_dp.parallel.comm.chain import add_each as add_each
 from lightning_dp.parallel.comm.streams import DeviceTimer as DeviceTimer
 from lightning_dp.parallel.comm.streams import current_stream as current_stream
-from lightning_dp.parallel.comm.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.comm.streams import on_streams as on_streams
 from lightning_dp.parallel.comm.streams import side_streams as side_streams
+from lightning_dp.parallel.comm.streams import synchronize as synchronize
 from lightning_dp.parallel.comm.streams import wait_for_copies as wait_for_copies

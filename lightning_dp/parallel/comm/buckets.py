@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.comm.streams import host_waits_for
+from lightning_dp.parallel.comm.streams import synchronize
 from lightning_dp.parallel.torch_private import copy_to_each
 
 BUCKET_BYTES = 4 * 2**20
@@ -143,13 +143,13 @@ def to_device_coalesced(
     """The tensors on `device`; those from one device and of one dtype share a copy's memory.
 
     Differentiable: a tensor with a graph travels alone, since a shared copy would join the graphs.
-    Tensors that are on `device` stay the same objects. All copies are issued before the host waits,
-    which it does only for copies to the CPU.
+    Tensors that are on `device` stay the same objects. All copies are issued before this waits for
+    any, which it does only for copies to the CPU.
 
     Args:
         tensors: on any devices.
         device: the target.
-        later: devices for which the caller will call `host_waits_for` before it reads.
+        later: devices for which the caller will call `synchronize` before it reads.
 
     Example:
         >>> to_device_coalesced([torch.ones(2)], torch.device("cpu"))
@@ -162,7 +162,7 @@ def to_device_coalesced(
         for j, tensor in zip(bucket, sent, strict=True):
             moved[away[j]] = tensor
     if device.type == "cpu":
-        host_waits_for(*[d for i in away if (d := tensors[i].device) not in later])
+        synchronize(*[d for i in away if (d := tensors[i].device) not in later])
     return moved
 
 
@@ -175,17 +175,17 @@ def _sent(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
             copy_to_each(packed.views, tensors)
             return bucket.in_memory(packed.flat.to(device, non_blocking=True)).views
     # A nested tensor's graph cannot pass through a function of our own.
-    to_host = device.type == "cpu" and torch.is_grad_enabled()
+    to_cpu = device.type == "cpu" and torch.is_grad_enabled()
     return [
-        _to_host(tensor)
-        if to_host and tensor.requires_grad and can_be_packed(tensor)
+        _to_cpu(tensor)
+        if to_cpu and tensor.requires_grad and can_be_packed(tensor)
         else tensor.to(device, non_blocking=True)
         for tensor in tensors
     ]
 
 
-class _ToHost(torch.autograd.Function):
-    """A copy to the host without a wait, also for its gradient; autograd's own would block."""
+class _ToCPU(torch.autograd.Function):
+    """A copy to the CPU without a wait, also for its gradient; the copy of autograd would block."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -197,11 +197,11 @@ class _ToHost(torch.autograd.Function):
         return gradient.to(ctx.device, non_blocking=True)
 
 
-_to_host: Callable[[Tensor], Tensor] = _ToHost.apply
+_to_cpu: Callable[[Tensor], Tensor] = _ToCPU.apply
 
 
 def scalar_device(values: Sequence[object], output_device: torch.device) -> torch.device:
-    """Where a few small values become one: not on the host, which would wait for each device."""
+    """Where a few small values become one: not on the CPU, which would wait for each device."""
     if output_device.type == "cpu":
         for value in values:
             if isinstance(value, Tensor) and value.device.type != "cpu":

@@ -133,7 +133,7 @@ def _pass_on(source: Tensor, target: Tensor) -> None:
 
 
 def _are_accelerators(devices: Iterable[torch.device]) -> bool:
-    """Whether copies between these devices need not block the host."""
+    """Whether copies between these devices need not block the calling thread."""
     return all(device.type != "cpu" for device in devices)
 
 

@@ -63,8 +63,8 @@ def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
         torch.accelerator.set_device_index(device)
 
 
-def host_waits_for(*devices: torch.device) -> None:
-    """The host waits, once, for this thread's current streams on all of the devices."""
+def synchronize(*devices: torch.device) -> None:
+    """Waits, once, for the calling thread's current streams on all of the devices."""
     streams = [current_stream(d) for d in dict.fromkeys(devices) if d.type != "cpu"]
     for stream in streams[1:]:
         streams[0].wait_stream(stream)
@@ -75,7 +75,7 @@ def host_waits_for(*devices: torch.device) -> None:
 class DeviceTimer:
     """The time from where it is made until devices are through with what was issued until `end`.
 
-    Accelerators are timed by events on their current streams, the CPU by the host's clock.
+    Accelerators are timed by events on their current streams, the CPU by its clock.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -83,12 +83,12 @@ class DeviceTimer:
         self._streams = [current_stream(device) for device in distinct if device.type != "cpu"]
         self._has_cpu = len(self._streams) < len(distinct)
         self._first, self._last = list(map(_timed_event, self._streams)), list[Any]()
-        self._began, self._host = time.perf_counter(), 0.0
+        self._began, self._cpu_seconds = time.perf_counter(), 0.0
 
     def end(self) -> None:
         """All of the work has been issued."""
         if self._has_cpu:
-            self._host = time.perf_counter() - self._began
+            self._cpu_seconds = time.perf_counter() - self._began
         self._last = list(map(_timed_event, self._streams))
 
     def is_over(self) -> bool:
@@ -96,20 +96,20 @@ class DeviceTimer:
         return len(self._last) == len(self._streams) and all([e.query() for e in self._last])
 
     def wait(self) -> None:
-        """The host waits until they are."""
+        """Waits until they are."""
         for event in self._last:
             event.synchronize()
 
     @property
     def device_seconds(self) -> float:
-        """How long the accelerators took, once it is over; without any, the host."""
+        """How long the accelerators took, once it is over; without any, the CPU."""
         pairs = zip(self._first, self._last, strict=True)
-        return max([float(a.elapsed_time(b)) / 1e3 for a, b in pairs], default=self._host)
+        return max([float(a.elapsed_time(b)) / 1e3 for a, b in pairs], default=self._cpu_seconds)
 
     @property
     def seconds(self) -> float:
         """How long it took, once it is over."""
-        return max(self._host, self.device_seconds)
+        return max(self._cpu_seconds, self.device_seconds)
 
 
 def _timed_event(stream: torch.Stream) -> Any:

@@ -70,7 +70,7 @@ class RankGraph:
         on_cpu = to_device(value, torch.device("cpu"))
         leaves = tree.leaves(on_cpu)
         graphs = [i for i, leaf in enumerate(leaves) if _has_graph(leaf)]
-        local = (None, []) if is_idle else (on_cpu, graphs)
+        local: tuple[Any, list[int]] = (None, []) if is_idle else (on_cpu, graphs)
         ranks = self.world.all_gather_objects(_Contribution(sizes_and_order, *local, is_idle), what)
         values = [sent.value for sent in ranks]
         if any(sent.graphs for sent in ranks):

@@ -131,7 +131,7 @@ class Overlap:
         rows: the parameters of the replicas that the backward fills; the root's are the first.
         devices: theirs.
         packing: their buckets.
-        blocked: positions of parameters whose buckets stay.
+        blocked: positions of parameters whose buckets are not sent before the end.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Overlap:
         self._missing.clear()
 
     def _put_back(self, j: int, r: int) -> None:
-        """With what the parameters have got later."""
+        """Gives a replica its gradients back, and adds what its parameters have got since then."""
         gradients, _ = self._taken[j][r]
         parameters = self._packing.buckets[j].of(self._rows[r])
         for parameter, gradient in zip(parameters, gradients, strict=True):

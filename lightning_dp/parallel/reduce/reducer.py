@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.comm import can_be_packed
 from lightning_dp.parallel.reduce.backward import Backward
-from lightning_dp.parallel.reduce.gradients import reduce_gradients
+from lightning_dp.parallel.reduce.gradients import GRAD, reduce_gradients
 from lightning_dp.parallel.reduce.loss import JointBackward, wait_for_autograd
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Buffers: TypeAlias = Literal["first", "mean"]
 BUFFERS: tuple[Buffers, ...] = ("first", "mean")
 
-_GRAD = attrgetter("grad")
 _FORM = attrgetter("shape", "dtype", "device")
 
 
@@ -79,7 +78,7 @@ class Reducer:
         """
         self._forward = shards
         rows = self._replicas.parameters
-        if {*map(_GRAD, chain.from_iterable(rows[1:]))} - {None}:
+        if {*map(GRAD, chain.from_iterable(rows[1:]))} - {None}:
             reduce_gradients(rows, self._replicas.packing)
         if not torch.is_grad_enabled():
             self.take_buffers()
@@ -206,7 +205,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
+        """Gives the buffers their values back; version counters stay, as batch norm leaves them."""
         for buffer, value in zip(self._buffers, self._values, strict=True):
             write_without_trace(buffer, value)
 

@@ -53,7 +53,7 @@ class Replicas:
         root_parameters: the root's parameters, tied ones once.
         packing: how parameters, and gradients of their kinds, are packed when they travel.
         attributes: counts changes of the root's attributes.
-        max_norm_embeddings: of embeddings with `max_norm`, positions of weights, and kinds of norm.
+        max_norm_embeddings: the `norm_type` of embeddings with `max_norm`, by positions of weights.
         compiled: what is compiled by the module.
 
     Args:
@@ -277,7 +277,7 @@ class Replicas:
 
     @torch.no_grad()
     def copy_back_renormalized_rows(self, active: Iterable[int]) -> None:
-        """Gives the root the rows of `limited` embeddings that a forward has shortened elsewhere.
+        """Copies rows of `max_norm_embeddings` that a replica's forward has rescaled to the root.
 
         No version counter is raised: graphs that have saved the weight stay usable.
         """

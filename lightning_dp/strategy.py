@@ -562,7 +562,7 @@ class DataParallelMixin(CheckpointMixin):
     def watch(self) -> None:
         """Measures every training step of this fit from now on, for `measured_steps`."""
         if self._mode is not None:
-            self._mode.engine.meter.watch()
+            self._mode.engine.meter.is_watched = True
 
     def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
         """Takes the training steps measured since the last call, in order, each of them once.

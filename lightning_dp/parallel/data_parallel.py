@@ -161,7 +161,7 @@ class DataParallel(nn.Module, Generic[Module]):
             return to_device(self.module(*args, **options), self.output_device)
         if self._engine is None:
             self._engine = self._make_engine()
-        with self._engine.turn(), self._engine.spreading():
+        with self._engine.turn, self._engine.spreading():
             output = self.module(*inputs, **kwargs)
             self.last_sizes = self._engine.last_sizes
             return output

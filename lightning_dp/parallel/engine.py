@@ -93,7 +93,7 @@ class Engine:
         self.row_rules = RowRules(options.dim, options.overrides or {})
         self.meter = UsageMeter(devices, None if self.world is None else self.world.rank)
         if self.planner.learns:
-            self.meter.watch()
+            self.meter.is_watched = True
         self.calls = Calls()  # of the replicas, in the latest apply
         # nn.Embedding(max_norm=...) rescales rows of its weight in the forward. Replicas on the CPU
         # share that weight, so two threads would rescale a row twice.

@@ -87,12 +87,9 @@ class ForwardParallel(Engine):
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
         self._spread: ExitStack | None = None  # gives the modules their own forwards back
         self._mode: tuple[bool, bool] | None = None
-        self._turn = threading.RLock()
+        # One thread spreads calls at a time: checkpoints do so in autograd's threads.
+        self.turn = threading.RLock()
         self._streams: list[torch.Stream] = []  # the caller's own
-
-    def turn(self) -> threading.RLock:
-        """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
-        return self._turn
 
     @contextmanager
     def spreading(self) -> Iterator[None]:
@@ -125,7 +122,7 @@ class ForwardParallel(Engine):
 
     def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Makes a spread call; replica 0, which is the module, calls its own forward meanwhile."""
-        with self._turn:
+        with self.turn:
             is_spreading = self._spread is not None  # False for a checkpoint that calls again
             self.stop_spreading()
             try:

@@ -60,6 +60,7 @@ class UsageMeter:
         names: the replicas' names.
         usage: per replica, since the engine was made.
         kind: name of the latest training call.
+        is_watched: whether every training step is measured from now on.
     """
 
     def __init__(self, devices: Sequence[torch.device], process: int | None = None) -> None:
@@ -72,10 +73,6 @@ class UsageMeter:
         self._stopped: deque[_Step] = deque(maxlen=KEPT_STEPS)  # devices may be still at these
         self._latest: StepUsage | None = None
         self._untaken: deque[StepUsage] = deque(maxlen=KEPT_STEPS)
-
-    def watch(self) -> None:
-        """Measures every training step from now on."""
-        self.is_watched = True
 
     # One step
 

@@ -118,7 +118,7 @@ def test_waiting_for_others_is_not_counted_as_work(
     engine = StepParallel(
         net, devices, output_device=devices[0], split=lambda n: (2, 2, 2), executor=executor
     )
-    engine.meter.watch()
+    engine.meter.is_watched = True
     for _ in range(2):
         loss = engine.train("training_step", torch.randn(6, 4))
         wait_for_all(slow)  # as copies of the losses do

@@ -47,7 +47,7 @@ class TutorialModel(L.LightningModule):
     def on_predict_batch_start(self, batch: Tensor, *_: Any) -> None:
         print(f"batch {tuple(batch.shape)}")
 
-    def on_predict_batch_end(self, outputs: Tensor, *_: Any) -> None:
+    def on_predict_batch_end(self, outputs: Any, *_: Any) -> None:
         sizes = getattr(self.trainer.strategy, "last_sizes", (len(outputs),))
         print(f"  outside: output {tuple(outputs.shape)} on {outputs.device}, of {sizes} samples")
 

@@ -96,12 +96,14 @@ class Executor:
     def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        Modules that torch.compile may compile leave no choice. Returns whether in threads.
+        One call alone and modules that torch.compile may compile run in order. Returns whether in
+        threads.
         """
         tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
         if in_threads and has_modes() and is_checkpointing(saved_tensors_functions()):
             in_threads = False  # its saved tensors are known by their order
         elif in_threads and self._measures:
+            # Who asks for deterministic algorithms wants every run to make the same choice.
             in_threads = not torch.are_deterministic_algorithms_enabled()
             if in_threads:
                 tuner = self._tuners[kind, count]

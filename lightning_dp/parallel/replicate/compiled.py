@@ -24,7 +24,7 @@ from lightning_dp.parallel.torch_private import (
 
 
 class Compilations:
-    """Whether calls compile (`are_known`), and how to let each replica compile."""
+    """Knows whether the module compiles anything (`are_known`), and raises dynamo's limits."""
 
     def __init__(self, root: nn.Module, replicas: int) -> None:
         self._replicas = replicas

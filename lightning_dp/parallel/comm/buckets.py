@@ -15,7 +15,11 @@ from lightning_dp.parallel.comm.streams import synchronize
 from lightning_dp.parallel.torch_private import copy_to_each
 
 BUCKET_BYTES = 4 * 2**20
-"""A bucket is full at this size; a larger tensor has one of its own, and travels in pieces."""
+"""A bucket is full at this size; a larger tensor has one of its own."""
+FIRST_BYTES = 2**19
+"""The first bucket is smaller: a backward fills it last, so a step waits for its whole journey."""
+PIECE_BYTES = 2**20
+"""Down the chain, and of large tensors also up the chain, so many bytes are passed on at a time."""
 
 _ALIGNMENT = 256  # bytes, as kernels expect of memory of their own
 _PLAIN = frozenset([Tensor, nn.Parameter])
@@ -103,7 +107,7 @@ class Bucket:
 
 def elements_per_piece(dtype: torch.dtype) -> int:
     """How many elements of a large tensor are passed on at a time."""
-    return max(1, BUCKET_BYTES // dtype.itemsize)
+    return max(1, PIECE_BYTES // dtype.itemsize)
 
 
 def group(tensors: Sequence[Tensor], *, has_graphs: bool = False) -> Iterator[list[int]]:
@@ -114,14 +118,17 @@ def group(tensors: Sequence[Tensor], *, has_graphs: bool = False) -> Iterator[li
     """
     open_buckets: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
+    begun: set[Hashable] = set()  # kinds that have had their first bucket
     for i, tensor in enumerate(tensors):
         key = tensor.device, tensor.dtype, tensor.requires_grad
         is_alone = not can_be_packed(tensor) or (has_graphs and tensor.requires_grad)
         if is_alone or tensor.nbytes >= BUCKET_BYTES:
             yield [i]
             continue
-        if key in open_buckets and sizes[key] + tensor.nbytes > BUCKET_BYTES:
+        most = BUCKET_BYTES if key in begun else FIRST_BYTES
+        if key in open_buckets and sizes[key] + tensor.nbytes > most:
             yield open_buckets.pop(key)
+            begun.add(key)
         if key not in open_buckets:
             open_buckets[key], sizes[key] = [], 0
         open_buckets[key].append(i)

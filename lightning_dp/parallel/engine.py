@@ -222,6 +222,8 @@ class Engine:
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
+            if call.has_backward:
+                self.replicas.prepare_sums()
         return self.replicas.modules
 
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> Any:

@@ -42,7 +42,8 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one bucket; in several pieces; with one buffer; each tensor alone, with one buffer."""
     bucket, pool = request.param
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket)
+    for name in ("BUCKET_BYTES", "FIRST_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(buckets, name, bucket)
     monkeypatch.setattr(chain, "POOL_BYTES", pool)
 
 
@@ -97,6 +98,7 @@ def positions(found: list[Tensor]) -> list[set[int]]:
 def test_each_tensor_is_in_one_bucket_and_none_is_too_full(kib: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "BUCKET_BYTES", 64 * KIB)
+        patch.setattr(buckets, "FIRST_BYTES", 64 * KIB)
         found = positions([torch.empty(n * KIB // 4, device="meta") for n in kib])
     assert sorted(i for own in found for i in own) == [*range(len(kib))]
     assert all(len(own) == 1 or sum(kib[i] for i in own) <= 64 for own in found)
@@ -184,14 +186,15 @@ def test_after_an_error_in_the_middle_all_is_right(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("k", [2, 8])
 def test_what_goes_out_takes_its_bytes_and_a_piece_for_each_device(k: int) -> None:
     """From the root to each device by itself, 100 MiB would take k - 1 times as long."""
-    copies, rate, piece = Copies(range(k), [torch.ones(2**20).to("sim:0")] * 25), 26e9, 2**22
+    copies, rate = Copies(range(k), [torch.ones(2**20).to("sim:0")] * 25), 26e9
+    size, piece = 2**22, 2**20
     copies.send()  # which makes memory
     for device in copies.devices:
         torch.sim.synchronize(device)
     torch.sim.set_links("pcie4_peer")
     torch.sim.set_clock("virtual")
     copies.send()
-    assert 25 * piece / rate < torch.sim.elapsed() <= (25 + k - 2) * (piece / rate + 2e-6) + 1e-8
+    assert 25 * size / rate < torch.sim.elapsed() <= (25 * size + (k - 2) * piece) / rate + 3e-4
 
 
 # Sums of gradients
@@ -225,7 +228,7 @@ def test_terms_may_lie_otherwise_than_the_sum_but_for_slices(
     right = sum(row[0].cpu() for row in rows)
     add_up(Packing(rows[0]), rows)
     torch.testing.assert_close(rows[0][0].cpu(), right)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2**12)
+    monkeypatch.setattr(buckets, "PIECE_BYTES", 2**12)
     packing = Packing(rows[0])
     assert len(packing.buckets[0].pieces()) == 32
     assert not packing.sums.is_whole(rows[1], 0) and packing.sums.is_whole(rows[2], 0)
@@ -261,6 +264,7 @@ def test_sums_start_when_their_events_have_come() -> None:
 
 def test_buffers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 2**12)
+    monkeypatch.setattr(buckets, "FIRST_BYTES", 2**12)
     monkeypatch.setattr(chain, "POOL_BYTES", 2**14)
     devices = devices_of(2)
     packing = Packing([torch.zeros(2**8, device=devices[0]) for _ in range(64)])

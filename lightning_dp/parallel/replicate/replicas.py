@@ -239,14 +239,17 @@ class Replicas:
         """
         share, changed = share and not self.max_norm_embeddings, False
         for replica in self._others:
-            if not self._parameters.share_memory[replica.k]:
-                if torch.is_grad_enabled():  # now, since a backward may have little memory left
-                    self.packing.sums.prepare([self._devices[0], replica.device])
-            elif replica.shares != share:
+            if self._parameters.share_memory[replica.k] and replica.shares != share:
                 replica.share(share)
                 changed = True
         if changed and self._holds_tensors:
             self._copy_attributes()
+
+    def prepare_sums(self) -> None:
+        """Takes the buffers of a backward's sums now, since it may have little memory left."""
+        devices = [r.device for r in self._others if not self._parameters.share_memory[r.k]]
+        if devices and torch.is_grad_enabled():
+            self.packing.sums.prepare([self._devices[0], *devices])
 
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Has replicas compute with functions of the root's parameters, see `Replica.connect`.

@@ -7,12 +7,12 @@ from support.programs import ROOT
 
 PYTHON, CPP = (".py",), (".cpp", ".h")
 BUDGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
-    "the package": (("lightning_dp",), PYTHON, 21_250),
-    "the engine": (("lightning_dp/parallel",), PYTHON, 13_950),
-    "programs": (("lightning_dp/app", "lightning_dp/doctor"), PYTHON, 1_600),
+    "the package": (("lightning_dp",), PYTHON, 18_150),
+    "the engine": (("lightning_dp/parallel",), PYTHON, 11_850),
+    "programs": (("lightning_dp/app", "lightning_dp/doctor"), PYTHON, 1_300),
     "C++ in the package": (("lightning_dp",), CPP, 0),
-    "tests": (("tests",), PYTHON, 43_400),
-    "C++ in tests": (("tests",), CPP, 3_400),
+    "tests": (("tests",), PYTHON, 32_300),
+    "C++ in tests": (("tests",), CPP, 2_800),
     "guides": (("examples/guides",), (".md",), 900),
 }
 

@@ -300,10 +300,10 @@ class Engine:
         while self._undo:
             self._undo.pop()()
 
-    def _make_room(self) -> None:
-        """Undoes the step, and frees what is kept for sums."""
+    def _make_room(self) -> bool:
+        """Undoes the step, and frees the buffers of sums; whether there were any."""
         self.undo()
-        self.replicas.packing.sums.give_up()
+        return self.replicas.packing.sums.give_up()
 
     def rerun(
         self,

@@ -32,7 +32,7 @@ class Recovery:
         self,
         name: str,
         training: bool,
-        undo: Callable[[], None],
+        make_room: Callable[[], bool],
         attempt: Callable[[], T],
         error: torch.OutOfMemoryError,
     ) -> T:
@@ -41,7 +41,8 @@ class Recovery:
         Args:
             name: the step's, for errors.
             training: whether it keeps a graph.
-            undo: takes back what a half-done attempt has left.
+            make_room: takes back what a half-done attempt has left, and frees what can be spared;
+                returns whether there was any: then the same sizes get a second chance.
             attempt: runs the step from its batch.
             error: what the first attempt raised; raised again if no replica used up the memory.
 
@@ -53,14 +54,15 @@ class Recovery:
             failed, sizes = self._failed(error), self._planner.latest.sizes
             text = str(error)
             forget_frames(error)  # which hold the half-done work
-            undo()
+            has_more_room = make_room()
             gc.collect()
             for device in dict.fromkeys(self._devices):
                 empty_cache(device)
-            where = ", ".join(f"{self._devices[k]} with {sizes[k]}" for k in failed)
-            events.append(f"{where} of {sum(sizes)} samples")
-            self._planner.record_oom(failed, training=training)
-            if not self._planner.has_room(sum(sizes), training=training):
+            if not has_more_room:
+                where = ", ".join(f"{self._devices[k]} with {sizes[k]}" for k in failed)
+                events.append(f"{where} of {sum(sizes)} samples")
+                self._planner.record_oom(failed, training=training)
+            if events and not self._planner.has_room(sum(sizes), training=training):
                 raise torch.OutOfMemoryError(
                     f"{name}: expected a batch that fits in some split, got one that ran out of "
                     f"memory on {'; then on '.join(events)}. Make the batch smaller "
@@ -72,14 +74,15 @@ class Recovery:
             except torch.OutOfMemoryError as again:
                 error = again
                 continue
-            log.warning(
-                "%s: out of memory on %s. The step was run again with the sizes %s; these devices "
-                "get less from now on. Memory now: %s.",
-                name,
-                "; then on ".join(events),
-                self._planner.latest.sizes,
-                ", ".join(map(memory_text, dict.fromkeys(self._devices))),
-            )
+            if events:
+                log.warning(
+                    "%s: out of memory on %s. The step was run again with the sizes %s; these "
+                    "devices get less from now on. Memory now: %s.",
+                    name,
+                    "; then on ".join(events),
+                    self._planner.latest.sizes,
+                    ", ".join(map(memory_text, dict.fromkeys(self._devices))),
+                )
             return result
 
     def _failed(self, error: torch.OutOfMemoryError) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.device_kinds import not_on_sim
 from support.oracle import devices_of
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from lightning_dp.parallel.step import StepParallel
 
 pytestmark = [
     pytest.mark.usefixtures("on"),
+    not_on_sim,  # which has no tensors of forward-mode derivatives
     # The first derivative of this kind makes torch compile functions for it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
 ]

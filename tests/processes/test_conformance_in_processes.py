@@ -45,7 +45,7 @@ def cases() -> Iterator[Any]:
         for case in everything()
         if BY_HAND.isdisjoint(case.values)
     }
-    for number, option in enumerate(OPTIONS):
+    for number, option in enumerate(key for key in OPTIONS if key not in BY_HAND):
         own = [name for (_, key, _), name in named.items() if key == option]
         layouts = LAYOUTS if option in FEW else EVERY
         if option == "output-1":  # else another process's device, which is refused by name

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +28,6 @@ class Block(NamedTuple):
     code: str
     line: int
     prints: str | None
-
-    def __str__(self) -> str:
-        return self.code.splitlines()[0][:40]
 
 
 def blocks(text: str, *languages: str) -> list[Block]:
@@ -76,20 +70,9 @@ def without_noise(printed: str, where: str, code: str = "") -> str:
     return printed
 
 
-@contextmanager
-def as_loud_as_before() -> Iterator[None]:
-    """Pages keep Lightning's tips off the screen; what comes after them does not."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    levels = [logger.level for logger in loggers]
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def run(command: list[str], cwd: Path, environment: dict[str, str], where: str) -> str:
-    """What a command prints on both streams, as it comes on a screen; it has to end well."""
+def shell(code: str, cwd: Path, environment: dict[str, str], where: str) -> str:
+    """What commands print on both streams; they have to end well."""
+    command = ["bash", "-euo", "pipefail", "-c", code]
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -103,15 +86,19 @@ def run(command: list[str], cwd: Path, environment: dict[str, str], where: str) 
     return done.stdout
 
 
-def shell(block: Block, cwd: Path, environment: dict[str, str], where: str) -> str:
-    return run(["bash", "-euo", "pipefail", "-c", block.code], cwd, environment, where)
-
-
 def script(code: str, cwd: Path, environment: dict[str, str], where: str) -> str:
-    """Runs Python code as a file of a person's own, by the `python` of the environment."""
-    own = cwd / "own.py"
-    own.write_text(code)
-    return run(["python", str(own)], cwd, environment, where)
+    """What Python code prints as a file of a person's own, by the `python` of the environment.
+
+    On the other stream there are Lightning's own tips; a warning of ours is an error.
+    """
+    (cwd / "own.py").write_text(code)
+    done = subprocess.run(
+        ["python", "own.py"], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
+    is_warned = re.search(r"check_first_step|lightning_dp/.*Warning", done.stderr)
+    assert not is_warned, f"{where} prints:\n{done.stderr}"
+    return done.stdout
 
 
 def beside(python: Path = Path(sys.executable)) -> str:

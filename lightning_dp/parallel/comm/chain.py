@@ -184,11 +184,13 @@ class ChainSum:
                 self._without_room.add(device)
         return self._without_room.isdisjoint(devices)
 
-    def give_up(self) -> None:
-        """Frees the buffers for good, since memory is short."""
+    def give_up(self) -> bool:
+        """Frees the buffers for good, since memory is short; whether there were any."""
+        had_buffers = bool(self.pools)
         wait_for_copies(self.pools)
         self._without_room.update(self.pools)
         self.pools.clear()
+        return had_buffers
 
     def is_whole(self, row: Sequence[Tensor | None], j: int) -> TypeGuard[list[Tensor]]:
         """Whether a row is all of bucket j, as it can be sent."""

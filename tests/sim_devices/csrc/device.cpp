@@ -114,7 +114,8 @@ void take_bytes(c10::DeviceIndex index, int64_t bytes) {
     ++memory.ooms;
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "sim:", static_cast<int>(index), " out of memory. Tried to allocate ", bytes,
-        " bytes; ", memory.allocated, " of ", memory.limit, " are in use (torch.sim.set_memory_limit).");
+        " bytes; ", memory.allocated, " of ", memory.limit, " are in use (torch.sim.set_memory_limit; a "
+        "GPU says \"CUDA out of memory\", as Lightning expects).");
   }
   memory.allocated += bytes;
   memory.peak = std::max(memory.peak, memory.allocated);

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lightning_dp"
 FILES = {str(f.relative_to(PACKAGE)): ast.parse(f.read_text()) for f in PACKAGE.rglob("*.py")}
 ROOMS = ("lightning_private.py", "parallel/torch_private.py")
 PUBLIC = {
-    *("_fields", "_replace"),  # of named tuples
+    *("_fields", "_replace", "_make"),  # of named tuples
     *("_current_frames", "_is_gil_enabled", "_exit"),  # of sys and os: documented
     "_repr_png_",  # of IPython
     *("_target_", "_convert_", "_partial_"),  # of Hydra's configs

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -398,3 +399,26 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     to_nothing.symlink_to(tmp_path / "new" / "file")
     save(to_nothing, 1)
     assert to_nothing.is_symlink() and (tmp_path / "new" / "file").is_file()
+
+
+SAVES_FOR_EVER = """
+import sys, torch
+from pathlib import Path
+from lightning_dp.checkpointing.files import write
+for k in range(10_000):
+    write({"state_dict": {"w": torch.full((2**20,), float(k))}}, Path(sys.argv[1]))
+    print(k, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_a_process_that_is_killed_while_it_saves_leaves_the_last_whole_file(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    command = [sys.executable, "-c", SAVES_FOR_EVER, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        done = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(signal.SIGKILL)
+    weight = torch.load(file, weights_only=True)["state_dict"]["w"]
+    assert weight[0] >= int(done[-1]) and (weight == weight[0]).all()

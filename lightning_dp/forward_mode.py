@@ -26,7 +26,7 @@ from lightning_dp.parallel.scatter import Shards
 from lightning_dp.state import warn_of_step
 
 if TYPE_CHECKING:
-    from lightning_dp.metrics.ranks import HostRecorder
+    from lightning_dp.metrics.ranks import RankRecorder
     from lightning_dp.parallel.processes import World
 
 
@@ -62,9 +62,9 @@ class ForwardMode(Mode):
                 submodule.to(output_device)
         host = None
         if world is not None:
-            from lightning_dp.metrics.ranks import HostRecorder
+            from lightning_dp.metrics.ranks import RankRecorder
 
-            host = HostRecorder(module, output_device, world)
+            host = RankRecorder(module, output_device, world)
         recorder = StepRecorder(module, devices, output_device, host=host)
         make = ForwardParallel if host is None else partial(_EngineOfProcess, host)
         self.engine: ForwardParallel = make(
@@ -146,7 +146,7 @@ class _StepsOfProcess:
         self,
         module: LightningModule,
         engine: ForwardParallel,
-        host: HostRecorder,
+        host: RankRecorder,
         loss_reduction: LossReduction,
     ) -> None:
         self._module, self._engine, self.host = module, engine, host
@@ -179,7 +179,7 @@ class _StepsOfProcess:
 class _EngineOfProcess(ForwardParallel):
     """Takes the step's recorders off the module during a call: replicas would copy them."""
 
-    def __init__(self, host: HostRecorder, *args: Any, **options: Any) -> None:
+    def __init__(self, host: RankRecorder, *args: Any, **options: Any) -> None:
         self._host = host
         super().__init__(*args, **options)
 

@@ -6,7 +6,7 @@ There are two: step mode (`step_mode`) and forward mode (`forward_mode`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dp.parallel.engine import Engine
 
 Transfer: TypeAlias = Callable[..., Any]
-"""Lightning's transfer hooks: called with what is moved, where to, and `dataloader_idx`."""
+"""Lightning's transfer hooks: called with a batch or shard, a device and `dataloader_idx`."""
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_dp.")
 
@@ -95,20 +95,6 @@ def why_forward_mode(module: LightningModule) -> str:
     return ""
 
 
-def own_hooks(module: LightningModule) -> set[str]:
-    """Names of the per-shard transfer hooks that the module or its data module overrides."""
-    names = ("transfer_batch_to_device", "on_after_batch_transfer")
-    owners: list[Any] = [module, module.trainer.datamodule]  # type: ignore[attr-defined]  # typed too narrowly
-    return {name for owner in owners if owner is not None for name in _overridden(owner, names)}
-
-
-def _overridden(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    for name in names:
-        hook = vars(owner).get(name) or getattr(type(owner), name, None)
-        if hook is not None and not getattr(hook, "__module__", "").startswith(_LIGHTNING):
-            yield name
-
-
 _BETWEEN_STEPS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer"),
     *("on_after_batch_transfer", "transfer_batch_to_device", "on_before_backward", "backward"),
@@ -123,4 +109,13 @@ def has_user_hooks(trainer: Any) -> bool:
     A hook of the module, the data module or a callback that is not Lightning's.
     """
     owners = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
-    return any(next(_overridden(o, _BETWEEN_STEPS), "") for o in owners if o is not None)
+    return any(
+        _is_users(vars(owner).get(name) or getattr(type(owner), name, None))
+        for owner in owners
+        if owner is not None
+        for name in _BETWEEN_STEPS
+    )
+
+
+def _is_users(hook: Any) -> bool:
+    return hook is not None and not getattr(hook, "__module__", "").startswith(_LIGHTNING)

@@ -85,7 +85,7 @@ class StepMode(Mode):
         try:
             output = self.engine.run(call, batch, shards)
         except NoLossError as error:
-            # Lightning has an error of its own for most of what is no loss.
+            # Lightning raises its own error for most outputs that are no loss.
             loop = self.module.trainer.fit_loop.epoch_loop.automatic_optimization
             loop.output_result_cls.from_training_step_output(error.output)
             raise

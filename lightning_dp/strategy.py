@@ -1,6 +1,6 @@
 """The strategy: its options, and Lightning's hooks, each of which is one call into a mode's engine.
 
-A mode decides what is done with the batches and steps of the loop: `step_mode` or `forward_mode`.
+A mode runs the batches and steps of the loop: `step_mode` or `forward_mode`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class DataParallelMixin(CheckpointMixin):
         precision_plugin: as for every Lightning strategy.
 
     Raises:
-        ValueError: an argument is out of its range; the message says what was expected. What
+        ValueError: an argument is out of its range; the message says the range. What
             depends on the number of devices is checked when the Trainer is made.
     """
 

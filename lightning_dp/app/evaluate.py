@@ -72,7 +72,7 @@ def _best_of(folder: Path) -> Path:
     if not last.is_file():
         return last
     states = torch.load(last, weights_only=True, mmap=True).get("callbacks", {}).values()
-    # Of several ModelCheckpoints the one with a metric knows what is best.
+    # Of several ModelCheckpoints the one with a metric knows the best file.
     names = [Path(s["best_model_path"]).name for s in states if s.get("monitor")]
     best = [folder / name for name in names if name and (folder / name).is_file()]
     return [*best, last][0]

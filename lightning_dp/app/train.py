@@ -23,7 +23,7 @@ def train(cfg: DictConfig) -> report.Report:
     """Runs the job that ``conf/train.yaml`` describes; results go to ``cfg.paths.output_dir``."""
     last = Path(cfg.paths.output_dir, "checkpoints", "last.ckpt")
     if has_restarted() and cfg.train and last.exists():
-        log.info("started again: the training goes on from %s", last)
+        log.info("restarted: resuming from %s", last)
         cfg = cfg.copy()
         cfg.ckpt_path = str(last)
     job = begin(cfg)

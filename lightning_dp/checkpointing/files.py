@@ -108,8 +108,8 @@ def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None 
                 raise  # the code in the pickle failed
             # torch's message has the reason after general advice.
             lines = str(error).splitlines() or [repr(error)]
-            told = ("WeightsUnpickler error:", "Trying to load")
-            reason = next((line for line in lines if any(t in line for t in told)), lines[0])
+            marks = ("WeightsUnpickler error:", "Trying to load")
+            reason = next((line for line in lines if any(m in line for m in marks)), lines[0])
             raise ValueError(
                 f"{path}: expected tensors and plain values in a checkpoint of torch, Lightning or "
                 f"safetensors, got a file of {file.seek(0, os.SEEK_END):,} bytes that begins with "

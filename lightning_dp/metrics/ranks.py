@@ -61,10 +61,10 @@ def _concatenated(parts: Sequence[Records]) -> Records:
 
 @contextmanager
 def logging_for_all(module: LightningModule, samples: int) -> Iterator[None]:
-    """While it lasts, logged values are of all processes already, over so many samples.
+    """In this context `self.log` gets values of all processes, with `samples` as batch size.
 
-    Whatever the module's own `log` hands on: "to be synced, by rank 0 alone" has Lightning neither
-    sync nor warn that nobody does, and the batch that it knows is this process's part.
+    `sync_dist=True, rank_zero_only=True` keeps Lightning from syncing them again, and from warning
+    about a missing sync. The batch size is passed, since Lightning knows this process's part only.
     """
     results = results_of(module.trainer)
     if results is None:
@@ -80,7 +80,7 @@ def logging_for_all(module: LightningModule, samples: int) -> Iterator[None]:
         yield
 
 
-class HostRecorder(StepRecorder):
+class RankRecorder(StepRecorder):
     """Forward mode in several processes: records a step that every process runs once.
 
     At the end of the step the ranks exchange their records, once: they may spread different numbers
@@ -100,7 +100,7 @@ class HostRecorder(StepRecorder):
 
     @contextmanager
     def around_step(self, samples: int, dim: int) -> Iterator[None]:
-        """Records a step with so many samples, and replays what all ranks have recorded."""
+        """Records a step with `samples` samples, and replays the records of all ranks."""
         with self._whole_step():
             yield
         self.replay(Shards((samples,), [None], row_rules=RowRules(dim)))

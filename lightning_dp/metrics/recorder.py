@@ -34,7 +34,7 @@ from lightning_dp.parallel.split import Order
 from lightning_dp.state import ModuleState, warn_of_step
 
 if TYPE_CHECKING:
-    from lightning_dp.metrics.ranks import HostRecorder
+    from lightning_dp.metrics.ranks import RankRecorder
     from lightning_dp.parallel.processes import World
 
 
@@ -69,7 +69,7 @@ class StepRecorder(ReplicaRules):
         devices: Sequence[torch.device],
         output_device: torch.device,
         world: World | None = None,
-        host: HostRecorder | None = None,
+        host: RankRecorder | None = None,
     ) -> None:
         self._module, self._devices = module, list(devices)
         self._output_device = output_device

@@ -93,7 +93,7 @@ def check_names(key: str, names: object) -> None:
 
 
 def named_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Makes an `__init__` refuse what is none of its options, in the name of the object's class.
+    """Makes an `__init__` refuse unknown options, in the name of the object's class.
 
     Options that differ from their defaults are kept in `given_options`, as text.
     """

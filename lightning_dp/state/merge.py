@@ -110,7 +110,7 @@ class Merge:
 
     def __init__(self, output_device: torch.device) -> None:
         self._output_device = output_device
-        self._of_samples: dict[Path, bool] = {}  # in the latest batch that has told, of each list
+        self._of_samples: dict[Path, bool] = {}  # of each list, in the latest batch that decided it
         self._differed: set[Path] = set()  # lists to which replicas appended different numbers
 
     def start(self, shards: Shards) -> None:

@@ -81,8 +81,8 @@ class ModuleState:
     def settle(self, replicas: Replicas, shards: Shards, *, keeps_items: bool = True) -> None:
         """Gives the module what the replicas' steps left on them.
 
-        Without `keeps_items` containers have afterwards what was in them before: of samples that
-        count elsewhere. Attributes that were bound anew stay, which may be counts of steps.
+        Without `keeps_items` containers get their former items back: the samples count in another
+        process. Attributes that were bound anew stay, which may be counts of steps.
         """
         now = replicas.attributes.look()
         if not self._before and now == self._versions and not self._contents.differ():
@@ -125,9 +125,9 @@ class ModuleState:
         warn_of_step(
             self._submodules[0][0],
             f"A step binds {name} to different values on different replicas; self keeps the first "
-            "replica's, and with tensors every replica goes on from its own. That is all right for "
-            "what only the same code reads again, as a recurrent state, if batches are of one size "
-            "and split is 'even'. In forward mode that code is forward, and the step reads the "
+            "replica's, and with tensors every replica continues from its own. That is right for a "
+            "recurrent state, which only the same code reads again, if batches are of one size and "
+            "split is 'even'. In forward mode that code is forward, and the step reads the "
             "first shard's. To collect over the batch, append to a list on self, log the value or "
             "update a metric.",
         )

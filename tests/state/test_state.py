@@ -298,7 +298,7 @@ def test_after_an_error_nothing_of_a_step_remains() -> None:
         job.fit(module, data, data)
     module.armed = False
     module.state = None
-    with pytest.warns(UserWarning, match=r"Stateful\.state to .* every replica goes on from its"):
+    with pytest.warns(UserWarning, match=r"Stateful\.state to .* every replica continues from its"):
         job.fit(module, data, data)
     assert job.current_epoch == 1
 

@@ -25,7 +25,7 @@ KEPT_BYTES = 2**30
 LARGEST_BYTES = 2**25
 """Larger blocks are mapped by themselves; no threshold of glibc's can be higher."""
 ALONE = 2**23
-"""From so many elements on, a team saves more than it costs."""
+"""With this many elements or more, a team of threads saves more than it costs."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _open: set[object] = set()

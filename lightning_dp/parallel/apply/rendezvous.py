@@ -382,5 +382,5 @@ class Calls:
         got = [f"{name} {s if isinstance(s, str) else f'is at {s.what}'}" for name, s in states]
         return RendezvousError(
             f"Expected all replicas at {what}{within}, got: {', '.join(got)}. Make the same calls "
-            "in the same order on every replica: they must not depend on what is in its shard."
+            "in the same order on every replica: they must not depend on its samples."
         )

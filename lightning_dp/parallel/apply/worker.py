@@ -30,7 +30,7 @@ GRACE_SECONDS = 5.0
 
 
 class Worker:
-    """Runs what is put into its inbox, until None comes."""
+    """Runs the calls in its inbox, until None comes."""
 
     def __init__(self, replica: int, device: torch.device, num_threads: int) -> None:
         self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

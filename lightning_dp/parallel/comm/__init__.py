@@ -1,8 +1,8 @@
 """Comm: copies between devices.
 
 Decided here: which tensors share a bucket, and so a copy (`buckets`); how parameters go from the
-root to all devices and sums of gradients come back (`chain`); and what is in order on a device, and
-how long it takes (`streams`).
+root to all devices and sums of gradients come back (`chain`); and the order of
+work on a device, and its time (`streams`).
 """
 
 from lightning_dp.parallel.comm.buckets import Packed as Packed

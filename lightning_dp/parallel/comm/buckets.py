@@ -19,7 +19,7 @@ BUCKET_BYTES = 4 * 2**20
 FIRST_BYTES = 2**19
 """The first bucket is smaller: a backward fills it last, so a step waits for its whole journey."""
 PIECE_BYTES = 2**20
-"""Down the chain, and of large tensors also up the chain, so many bytes are passed on at a time."""
+"""Parameters, and gradients of large tensors, pass along the chain in pieces of this size."""
 
 _ALIGNMENT = 256  # bytes, as kernels expect of memory of their own
 _PLAIN = frozenset([Tensor, nn.Parameter])

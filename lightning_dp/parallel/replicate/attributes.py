@@ -250,8 +250,8 @@ def _slots(value: Any) -> list[str]:
 class ReplicaGenerators:
     """A replica's generators of random numbers, one for each that a module of the root has.
 
-    What a replica draws in a step follows from the state of the root's generator as the step
-    begins: whoever sets the root's seed or state sets all.
+    They are seeded from the state of the root's generator at the beginning of each step, so
+    setting the root's seed or state sets all of them.
     """
 
     def __init__(self, k: int, source: torch.device, device: torch.device) -> None:

@@ -54,7 +54,7 @@ class Replicas:
         packing: how parameters, and gradients of their kinds, are packed when they travel.
         attributes: counts changes of the root's attributes.
         max_norm_embeddings: the `norm_type` of embeddings with `max_norm`, by positions of weights.
-        compiled: what is compiled by the module.
+        compiled: the module's compilations.
 
     Args:
         root: the module.

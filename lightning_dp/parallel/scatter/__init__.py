@@ -1,4 +1,4 @@
-"""Scatter: what is a batch, how many samples has it, how is it cut and moved.
+"""Scatter: reads, counts, cuts and moves batches.
 
 Decided here: which containers there are (`tree`), which leaves can be cut and how (`leaves`), how a
 batch is read (`read`), cut and moved (`shards`), and what its samples `cost`.

@@ -66,7 +66,7 @@ class _Found(NamedTuple):
 def infer_for(
     module: nn.Module, batch: Any, dim: int = 0, *, is_call_arguments: bool = False
 ) -> Inferred:
-    """How a module's batch is read: by its method `batch_size(batch)`, else by what is in it."""
+    """How a module's batch is read: by its method `batch_size(batch)`, else by its contents."""
     if callable(getattr(module, "batch_size", None)):
         return _as_module_says(module, batch, dim, is_call_arguments=is_call_arguments)
     # Most batches are a tensor, or a flat container of nothing but tensors of one size.
@@ -82,7 +82,7 @@ def infer_for(
 def infer_batch_size(
     batch: Any, dim: int, *, is_call_arguments: bool = False, size: int | None = None
 ) -> Inferred:
-    """How a batch is read by what is in it, as one of `size` samples if that is known.
+    """How a batch is read by its contents, as one of `size` samples if that is known.
 
     With `is_call_arguments`, tensors that all have one size are columns whatever lists they are
     in; a list has one item per sample only beside a tensor that says so.

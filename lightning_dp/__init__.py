@@ -14,11 +14,11 @@ from pathlib import Path
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dp.checkpointing import ModulePrefixCheckpointIO
+from lightning_dp.checkpointing.state_keys import normalize_state_dict
+from lightning_dp.data_parallel import DataParallel, data_parallel
 from lightning_dp.monitor import DataParallelMonitor
-from lightning_dp.parallel.data_parallel import DataParallel, data_parallel
 from lightning_dp.parallel.functional import gather, parallel_apply, replicate, scatter
 from lightning_dp.parallel.gather import pad
-from lightning_dp.parallel.state_keys import normalize_state_dict
 from lightning_dp.strategy import DataParallelStrategy
 
 __version__ = "0.1.0"

@@ -24,16 +24,16 @@ from typing_extensions import override
 
 from lightning_dp.auto_split import AutoSplitSteps
 from lightning_dp.checkpointing import CheckpointMixin
-from lightning_dp.first_step import FirstSteps
+from lightning_dp.data_parallel import check_engine_options
+from lightning_dp.first_step import Report
+from lightning_dp.first_step.lightning_step import FirstSteps
 from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
 from lightning_dp.mode import Mode, has_user_hooks, why_forward_mode
 from lightning_dp.parallel.apply import optimizer_threads
-from lightning_dp.parallel.check import Report
 from lightning_dp.parallel.checks import check_choice, check_names, named_options
 from lightning_dp.parallel.contexts import replaced
-from lightning_dp.parallel.data_parallel import check_engine_options
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
 from lightning_dp.parallel.gather import Override
 from lightning_dp.parallel.reduce import LOSS_REDUCTIONS

@@ -27,8 +27,8 @@ from support import device_kinds, oracle
 from support.device_kinds import SIM_DEVICES
 from support.pairwise import covering
 
-from lightning_dp.first_step import FirstSteps
-from lightning_dp.parallel.check import FirstCalls
+from lightning_dp.first_step import FirstCalls
+from lightning_dp.first_step.lightning_step import FirstSteps
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs behind them
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_dp.checkpointing import files
 from lightning_dp.checkpointing.io import add_prefix, as_lightnings, rename_weights, strip
-from lightning_dp.parallel.state_keys import match_keys, summarize_mismatch, without_outer
+from lightning_dp.checkpointing.state_keys import match_keys, summarize_mismatch, without_outer
 from lightning_dp.table import OneLineParser, table
 
 DESCRIPTION = """\

@@ -16,7 +16,7 @@ import fsspec
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.state_keys import PREFIXES, normalize_state_dict
+from lightning_dp.checkpointing.state_keys import PREFIXES, normalize_state_dict
 from lightning_dp.parallel.torch_private import is_extra_state
 
 PathLike = str | os.PathLike[str]

@@ -11,9 +11,15 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_dp.checkpointing import files
+from lightning_dp.checkpointing.state_keys import (
+    PREFIXES,
+    keys_of,
+    match_keys,
+    rename,
+    without_outer,
+)
 from lightning_dp.lightning_private import given_io, set_io
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.state_keys import PREFIXES, keys_of, match_keys, rename, without_outer
 from lightning_dp.processes import ProcessesMixin
 
 _VERSION = "pytorch-lightning_version"

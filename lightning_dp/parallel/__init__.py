@@ -3,12 +3,12 @@
 `engine` shows the flow. The folders are its stages: how many samples each device gets (`split`),
 how a batch is read, cut and moved (`scatter`), one copy of the module per device (`replicate`),
 threads and rendezvous (`apply`), how outputs are joined (`gather`), the joint loss and the sums of
-gradients (`reduce`). Beside them: copies between devices (`comm`), several `processes`, and the
-comparison of a split call with one device (`check`). Imports torch only.
+gradients (`reduce`). Beside them: copies between devices (`comm`) and several
+`processes`. Imports torch only.
 
 What runs on a replica is a `call`: of step mode (`step`) or forward mode (`forward`; for several
-processes `ForwardParallel.step_of_rank`). A step that did not fit runs again: `out_of_memory`. For
-plain PyTorch: `data_parallel`, `functional`, `state_keys`. Helpers: `devices`,
-`checks` of options, `usage` (samples, seconds, memory), `errors`, `contexts`;
-private names of torch are in `torch_private`.
+processes `ForwardParallel.step_of_rank`). A step that did not fit runs again: `out_of_memory`. The
+stages as functions, for plain PyTorch: `functional`. Helpers: `devices`, `checks` of options,
+`usage` (samples, seconds, memory), `errors`, `contexts`; private names of torch are in
+`torch_private`.
 """

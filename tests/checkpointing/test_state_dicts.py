@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_dp import normalize_state_dict
-from lightning_dp.parallel.state_keys import PREFIXES
+from lightning_dp.checkpointing.state_keys import PREFIXES
 
 WRAPPERS = [prefix[:-1] for prefix in PREFIXES]
 quiet = settings(deadline=None, max_examples=60)

@@ -44,8 +44,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.parallel.check import Report, first_call
-from lightning_dp.parallel.check.compare import distance, rounding
+from lightning_dp.first_step import Report, first_call
+from lightning_dp.first_step.compare import distance, rounding
 from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

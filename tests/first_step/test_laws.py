@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.parallel.check import Report
+from lightning_dp.first_step import Report
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

@@ -12,7 +12,7 @@ import torch
 from support.oracle import devices_of
 from torch import nn
 
-from lightning_dp.parallel.check.snapshot import ModuleSnapshot
+from lightning_dp.first_step.snapshot import ModuleSnapshot
 from lightning_dp.parallel.devices import allocated_memory
 
 T = TypeVar("T")

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.first_step.compare import Key, Outcome, rounding
+from lightning_dp.first_step.snapshot import ModuleSnapshot, copy_to_cpu
 from lightning_dp.parallel.apply import is_synced
-from lightning_dp.parallel.check.compare import Key, Outcome, rounding
-from lightning_dp.parallel.check.snapshot import ModuleSnapshot, copy_to_cpu
 from lightning_dp.parallel.contexts import ObjectProxy
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.scatter import tree

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from lightning_dp.parallel.check.compare import (
+from lightning_dp.first_step.compare import (
     UNCHANGED,
     Key,
     Outcome,
@@ -20,9 +20,9 @@ from lightning_dp.parallel.check.compare import (
     fitted_weights,
     weighted_sum,
 )
-from lightning_dp.parallel.check.report import NAMES, Difference, Report
-from lightning_dp.parallel.check.runner import Call, CallRunner, muted
-from lightning_dp.parallel.check.snapshot import NotChecked
+from lightning_dp.first_step.report import NAMES, Difference, Report
+from lightning_dp.first_step.runner import Call, CallRunner, muted
+from lightning_dp.first_step.snapshot import NotChecked
 from lightning_dp.parallel.reduce import LossReduction, loss_weights
 
 _ROUNDING_FACTOR = 30.0

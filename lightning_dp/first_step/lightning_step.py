@@ -1,9 +1,9 @@
-"""The first-step check: does the split of a batch give the numbers of one device, and if not, why?
+"""The first-step check of a LightningModule.
 
 Lightning runs a sanity check of validation before it trains; this is one of the split. Before the
 first batch of each kind of step, the step runs on a few samples once on the root alone and once
-split over the devices, and everything is put back. What is compared, how, and what a difference
-comes from is decided in `parallel.check`; here is how a LightningModule's steps run for it.
+split over the devices, and everything is put back. Here is how a LightningModule's
+steps run for it; the other files compare them and find the cause of a difference.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_dp.forward_mode import ForwardMode
-from lightning_dp.lightning_private import own_device, state_defaults
-from lightning_dp.mode import Mode, Transfer
-from lightning_dp.parallel.check import (
+from lightning_dp.first_step import (
     Call,
     FirstCalls,
     ForwardCall,
@@ -40,6 +37,9 @@ from lightning_dp.parallel.check import (
     copy_to_cpu,
     small_part,
 )
+from lightning_dp.forward_mode import ForwardMode
+from lightning_dp.lightning_private import own_device, state_defaults
+from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
 from lightning_dp.parallel.reduce import LossReduction, StepOutput
 from lightning_dp.parallel.split import Sizes

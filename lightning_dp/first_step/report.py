@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_dp.parallel.check.compare import UNCHANGED, Key
+from lightning_dp.first_step.compare import UNCHANGED, Key
 from lightning_dp.parallel.split import Sizes
 
 log = logging.getLogger("lightning_dp")

@@ -12,8 +12,9 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import nn
 
+from lightning_dp.checkpointing.state_keys import match_keys, normalize_state_dict
+from lightning_dp.first_step import FirstCalls, Report, announce
 from lightning_dp.parallel.apply import EXECUTORS, ExecutorName, fewest_samples
-from lightning_dp.parallel.check import FirstCalls, Report, announce
 from lightning_dp.parallel.checks import check_choice, check_dim, check_module
 from lightning_dp.parallel.devices import (
     DeviceLike,
@@ -29,7 +30,6 @@ from lightning_dp.parallel.gather import Override, check_overrides
 from lightning_dp.parallel.reduce import BUFFERS, Buffers
 from lightning_dp.parallel.scatter import cut_for, infer_for, to_device
 from lightning_dp.parallel.split import OwnSplit, Planner, SplitPolicy, check_split, split_policy
-from lightning_dp.parallel.state_keys import match_keys, normalize_state_dict
 from lightning_dp.parallel.torch_private import not_compiled
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_dp.first_step.causes import check
+from lightning_dp.first_step.report import Report
+from lightning_dp.first_step.runner import Call, is_checking
+from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.parallel.apply import fewest_samples
-from lightning_dp.parallel.check.causes import check
-from lightning_dp.parallel.check.report import Report
-from lightning_dp.parallel.check.runner import Call, is_checking
-from lightning_dp.parallel.check.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.scatter import to_device, tree

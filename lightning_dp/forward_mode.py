@@ -6,10 +6,10 @@ toggling and schedulers are then Lightning's own code, and the iterator is advan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,14 +20,9 @@ from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.reduce import LossReduction
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards
 from lightning_dp.state import warn_of_step
-
-if TYPE_CHECKING:
-    from lightning_dp.metrics.ranks import RankRecorder
-    from lightning_dp.parallel.processes import World
 
 
 class ForwardMode(Mode):
@@ -37,9 +32,6 @@ class ForwardMode(Mode):
         module, devices, transfer: as for every mode.
         output_device: where the batch and the step's own computations are.
         move_batch: whether the batch is brought there, or stays where the DataLoader left it.
-        loss_reduction: what the loss is over its samples, for several processes.
-        world: the processes that train together, each with its part of the batch; None if this is
-            the only one.
         options: of the engine, see `Engine`.
     """
 
@@ -51,8 +43,6 @@ class ForwardMode(Mode):
         transfer: Transfer,
         output_device: torch.device,
         move_batch: bool = True,
-        loss_reduction: LossReduction = "mean",
-        world: World | None = None,
         **options: Any,
     ) -> None:
         super().__init__(module, transfer)
@@ -60,26 +50,16 @@ class ForwardMode(Mode):
         for submodule in module.modules():
             if is_metric(submodule):
                 submodule.to(output_device)
-        host = None
-        if world is not None:
-            from lightning_dp.metrics.ranks import RankRecorder
-
-            host = RankRecorder(module, output_device, world)
-        recorder = StepRecorder(module, devices, output_device, host=host)
-        make = ForwardParallel if host is None else partial(_EngineOfProcess, host)
-        self.engine: ForwardParallel = make(
+        recorder = StepRecorder(module, devices, output_device)
+        self.engine = ForwardParallel(
             module,
             devices,
             output_device=output_device,
-            world=world,
             rules=recorder,
             scalars="merge",
             context=partial(_around_call, recorder, module, devices[0]),
             **options,
         )
-        self._of_processes: _StepsOfProcess | None = None
-        if world is not None and host is not None:
-            self._of_processes = _StepsOfProcess(module, self.engine, host, loss_reduction)
         # Steps whose first run with a result has not been looked at.
         self._to_check = {"training_step", "validation_step", "test_step", "predict_step"}
 
@@ -96,8 +76,7 @@ class ForwardMode(Mode):
         call = partial(getattr(self.module, method), batch, *args)
         num_calls, num_cut = self.engine.num_calls, self.engine.num_cut
         with self.engine.spreading(), _at(self.module, self.engine.output_device):
-            own = self._of_processes
-            output = call() if own is None else own.step(method, call, batch)
+            output = call()
         # A step without a result may compute nothing; one of manual optimisation returns nothing.
         by_hand = method == "training_step" and not self.module.automatic_optimization
         if method in self._to_check and (by_hand or output is not None):
@@ -132,61 +111,9 @@ class ForwardMode(Mode):
     def during_backward(self) -> Iterator[None]:
         """Keeps calls spread: a checkpoint calls the module again in the backward."""
         here = _at(self.module, self.engine.output_device)
-        own = self._of_processes
-        logs = nullcontext() if own is None else own.host.around_backward()
         profiled = self.engine.profiler_range("lightning_dp.backward")
-        with profiled, self.engine.spreading(), here, logs:
+        with profiled, self.engine.spreading(), here:
             yield
-
-
-class _StepsOfProcess:
-    """The steps of one of several processes: each runs a step once, with its part of the batch."""
-
-    def __init__(
-        self,
-        module: LightningModule,
-        engine: ForwardParallel,
-        host: RankRecorder,
-        loss_reduction: LossReduction,
-    ) -> None:
-        self._module, self._engine, self.host = module, engine, host
-        self._loss_reduction = loss_reduction
-
-    def step(self, method: str, call: Callable[[], Any], batch: Any) -> Any:
-        """Calls a step; loss, logs and metrics become those of all processes."""
-        if method == "training_step" and not self._module.automatic_optimization:
-            raise ValueError(
-                "Expected automatic optimisation in several processes, got a module with "
-                "automatic_optimization = False, whose every backward they would have to join. Use "
-                "one process, or Lightning's strategy='ddp'."
-            )
-        is_iterator = isinstance(batch, Iterator)
-        size = None if is_iterator else self._engine.count_samples(batch)
-        if not size:
-            what = "a step that takes dataloader_iter" if is_iterator else type(batch).__qualname__
-            raise ValueError(
-                f"{method}: expected a batch whose samples can be counted, as several processes "
-                f"weight what a step computes by its samples, got {what}. Take (batch, batch_idx), "
-                "define batch_size(batch) on the module, which returns how many samples there are, "
-                "or start one process."
-            )
-        with self.host.around_step(size, self._engine.row_rules.dim):
-            if method != "training_step":
-                return call()
-            return self._engine.step_of_rank(call, size, self._loss_reduction)
-
-
-class _EngineOfProcess(ForwardParallel):
-    """Takes the step's recorders off the module during a call: replicas would copy them."""
-
-    def __init__(self, host: RankRecorder, *args: Any, **options: Any) -> None:
-        self._host = host
-        super().__init__(*args, **options)
-
-    def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """As every such engine."""
-        with self._host.paused():
-            return super().call(path, args, kwargs)
 
 
 def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:

@@ -68,7 +68,8 @@ class DataParallelMixin(CheckpointMixin):
             balanced; `self.all_gather` gives each the whole batch's tensors. `"forward"`: it runs
             once, with the whole batch on the output device, and only `self(x)` is spread over the
             replicas: exact for losses over the whole batch (contrastive, triplet) as they are
-            written. A 0-dim float that `forward` returns, a loss say, is a mean over its samples.
+            written; in one process only. A 0-dim float that `forward` returns, a loss say, is a
+            mean over its samples.
             Modules with `automatic_optimization = False`, and with steps that take
             `dataloader_iter`, always train in forward mode; a line at INFO says so.
         devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
@@ -340,8 +341,15 @@ class DataParallelMixin(CheckpointMixin):
         if plugin is not None:
             set_layer_sync(self, replicas_own(plugin))
             layer_sync(self).apply(self._module)
-        why = self._mode_name == "step" and why_forward_mode(self._module)
-        if why:
+        why = why_forward_mode(self._module)
+        if self._world is not None and (why or self._mode_name == "forward"):
+            raise ValueError(
+                "mode: expected step mode in several processes, got forward mode"
+                f"{f', as {why}' if why else ''}. Forward mode runs in one process. Use step mode "
+                "(with self.all_gather for a loss over the whole batch), start one process, or use "
+                "Lightning's strategy='ddp'."
+            )
+        if why and self._mode_name == "step":
             rank_zero_info(f"{type(self._module).__name__} runs in forward mode, as {why}.")
         mode = self._mode = self._new_mode()
         if self._world is None and isinstance(self._split_policy, Auto):
@@ -377,6 +385,7 @@ class DataParallelMixin(CheckpointMixin):
         }
         devices = self._devices or []
         if self._mode_name == "forward" or why_forward_mode(self._module):
+            del options["loss_reduction"]  # the step sees the whole batch
             return ForwardMode(self._module, devices, **self._forward_options, **options)
         return StepMode(self._module, devices, **options)
 

@@ -7,17 +7,13 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule
 
 from lightning_dp.lightning_private import results_of
 from lightning_dp.metrics.logged_values import LogCall
-from lightning_dp.metrics.recorder import Records, StepRecorder
-from lightning_dp.metrics.replica import Call, Recording
+from lightning_dp.metrics.recorder import Records
+from lightning_dp.metrics.replica import Call
 from lightning_dp.parallel.contexts import replaced
-from lightning_dp.parallel.gather import RowRules
-from lightning_dp.parallel.replicate import ModuleStructure
-from lightning_dp.parallel.scatter import Shards
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -78,65 +74,3 @@ def logging_for_all(module: LightningModule, samples: int) -> Iterator[None]:
 
     with replaced(results, log=log):
         yield
-
-
-class RankRecorder(StepRecorder):
-    """Forward mode in several processes: records a step that every process runs once.
-
-    At the end of the step the ranks exchange their records, once: they may spread different numbers
-    of calls.
-    """
-
-    def __init__(self, module: LightningModule, device: torch.device, world: World) -> None:
-        super().__init__(module, [device], device, world)
-        self.world: World = world
-        self._structure: ModuleStructure | None = None
-        self._active: Recording | None = None
-
-    @property
-    def calls(self) -> list[Call]:
-        """What the step has recorded so far."""
-        return self._records[0].calls
-
-    @contextmanager
-    def around_step(self, samples: int, dim: int) -> Iterator[None]:
-        """Records a step with `samples` samples, and replays the records of all ranks."""
-        with self._whole_step():
-            yield
-        self.replay(Shards((samples,), [None], row_rules=RowRules(dim)))
-        self._records[0].clear()
-
-    @contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """A backward after the step, whose checkpoints call the module again, records nothing."""
-        with self._whole_step():
-            yield
-        if self.calls:
-            call = self.calls[0]
-            what = f"self.log({call.name!r})" if isinstance(call, LogCall) else "a metric's call"
-            raise RuntimeError(
-                "Expected a backward that logs and measures nothing, as it is not exchanged "
-                f"between processes, got {what}: a checkpoint calls the module again. Log and "
-                "measure in the step, outside of what is checkpointed."
-            )
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While it lasts, nothing stands on the module: replicas follow its attributes."""
-        active = self._active
-        if active is not None:
-            active.__exit__()
-        try:
-            yield
-        finally:
-            if active is not None:
-                active.__enter__()
-
-    @contextmanager
-    def _whole_step(self) -> Iterator[None]:
-        self._records[0].clear()
-        if self._structure is None or self._structure.tables.differ():
-            self._structure = ModuleStructure(self._module, self)
-            self.follow([self._structure.modules])
-        with self.recording, replaced(self, _active=self.recording):
-            yield

@@ -34,7 +34,6 @@ from lightning_dp.parallel.split import Order
 from lightning_dp.state import ModuleState, warn_of_step
 
 if TYPE_CHECKING:
-    from lightning_dp.metrics.ranks import RankRecorder
     from lightning_dp.parallel.processes import World
 
 
@@ -59,8 +58,6 @@ class StepRecorder(ReplicaRules):
         devices: the replicas', root first.
         output_device: where logged values, and items of lists, end up.
         world: the processes that train together; None if this is the only one.
-        host: with several processes, what records a step that this process runs once: what the
-            replicas of a spread call record becomes a part of that.
     """
 
     def __init__(
@@ -69,11 +66,10 @@ class StepRecorder(ReplicaRules):
         devices: Sequence[torch.device],
         output_device: torch.device,
         world: World | None = None,
-        host: RankRecorder | None = None,
     ) -> None:
         self._module, self._devices = module, list(devices)
         self._output_device = output_device
-        self.world, self._host = (world if host is None else host.world), host
+        self.world = world
         names = replica_names(devices, None if self.world is None else self.world.rank)
         self._names = [replica_text(k, names) for k in range(len(names))]
         self._varying: set[str] = set()  # logged names whose batch_size differs between shards
@@ -163,7 +159,7 @@ class StepRecorder(ReplicaRules):
         names = [f"{self._names[k]} ({shards.sizes[k]} samples)" for k in shards.active]
         found = Records(calls, shards.active_sizes, shards.active_order, names)
         logging: AbstractContextManager[None] = nullcontext()
-        if self.world is not None and self._host is None:
+        if self.world is not None:
             from lightning_dp.metrics import ranks
 
             found = ranks.of_all_ranks(found, self.world)
@@ -197,9 +193,6 @@ class StepRecorder(ReplicaRules):
         merged = merged_log(calls, found.sizes, self._output_device, self._varying)
         if merged.source is not None:
             merged = _with_value_of_batch(merged, calls, returned, self._output_device)
-        if self._host is not None:
-            self._host.calls.append(merged._replace(source=None))
-            return
         value = merged.value
         if isinstance(value, MetricAt):
             value = self._submodules[0][value.number]
@@ -214,9 +207,6 @@ class StepRecorder(ReplicaRules):
         metric: Any = self._submodules[0][number]
         self._warn_of_missing(number, calls, found.replicas)
         joined = joined_calls(calls, Batch(found.sizes, found.order, dim), metric)
-        if self._host is not None:
-            self._host.calls.extend(chain.from_iterable(joined))
-            return []
         for member in metrics_in(metric) if self.world is not None else ():
             member.distributed_available_fn = never
         returned = []

@@ -10,19 +10,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.comm import on_streams, side_streams
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.gather import Scalars
-from lightning_dp.parallel.reduce import (
-    JointBackward,
-    LossReduction,
-    NoLossError,
-    StepOutput,
-)
 from lightning_dp.parallel.scatter import Shards, to_device_together
 from lightning_dp.parallel.torch_private import (
     COMPILED_CALL,
@@ -172,49 +166,6 @@ class ForwardParallel(Engine):
         self.stop_spreading()
         super().close()
         self.replicas.lose()
-
-    def step_of_rank(
-        self, call: Callable[[], Any], samples: int, loss_reduction: LossReduction
-    ) -> Any:
-        """With several processes: calls a training step for this rank's samples.
-
-        Its loss becomes that of all ranks, whose backward gives the root the gradients of all,
-        also those of parameters that the step uses outside of spread calls.
-        """
-        from lightning_dp.parallel.processes import RankGraph, exchange_losses
-
-        world: Any = self.world
-        graph = world.graph = RankGraph(world, samples)
-        try:
-            output = call()
-        finally:
-            world.graph = None
-        try:
-            step = None if output is None else StepOutput.parse(output)
-        except NoLossError:
-            return output  # Lightning raises its own error
-        value: Tensor | None = None
-        items, has_graph = None, False
-        if step is not None:
-            value, has_graph = step.loss.detach(), step.loss.requires_grad
-            items = None if step.num_items is None else float(step.num_items)
-        kind = {"has_graph": has_graph, "is_sum": loss_reduction == "sum"}
-        joint = exchange_losses(value, samples, items, world, **kind)
-        self.reducer.rank_samples = joint.samples  # exchanged once, after the backward
-        loss = None if joint.value is None else joint.on(self.output_device)
-        if loss is not None and joint.has_graph:
-            loss = JointBackward(
-                "training_step",
-                Shards((samples,), []),
-                [] if step is None else [(0, step.loss, joint.share)],
-                self.backward,
-                [*self.devices, self.output_device],
-                crosses=True,
-                rank_graph=graph,
-            ).attach(loss)
-        else:
-            self.reducer.settle()
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
 @not_compiled  # compiled code may call the module, and would have the engine compiled

@@ -29,10 +29,10 @@ NOT_SAME_NUMBERS = {
 """Which tests of `test_same_numbers` cannot hold in two processes, by words in their names: why."""
 
 LAYOUTS = {"as told": None, "2x2": 4, "2x1": 2, "2x3": 6}
-EVERY, FEW = ("as told", "2x2"), ("plain", "weights", "forward")
+EVERY, FEW = ("as told", "2x2"), ("plain", "weights")
 """Layouts in which every option is tried, and options that are tried in the others as well."""
-BY_HAND = {"manual", "two-optimizers", "adversarial"}
-"""Options and families with manual optimisation, which several processes refuse by name."""
+FORWARD = {"forward", "manual", "two-optimizers", "adversarial", "contrastive"}
+"""Options and families in forward mode, which several processes refuse by name."""
 TURNS = 6
 """A layout of an option has one of so many parts of its cases; all would take long."""
 
@@ -43,9 +43,9 @@ def cases() -> Iterator[Any]:
     named = {
         case.values: f"{test}[{'-'.join(case.values)}]"
         for case in everything()
-        if BY_HAND.isdisjoint(case.values)
+        if FORWARD.isdisjoint(case.values)
     }
-    for number, option in enumerate(key for key in OPTIONS if key not in BY_HAND):
+    for number, option in enumerate(key for key in OPTIONS if key not in FORWARD):
         own = [name for (_, key, _), name in named.items() if key == option]
         layouts = LAYOUTS if option in FEW else EVERY
         if option == "output-1":  # else another process's device, which is refused by name

@@ -145,20 +145,6 @@ class Repeated(Normed):
         return {"loss": F.cross_entropy(self(x), y), "num_items": len(x)}
 
 
-class Mixed(Classifier):
-    """A parameter and a layer that the step uses outside of spread calls; one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.unused = nn.Linear(2, 2)
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        z = self(x) * self.scale + self.net[0](x).mean(1, keepdim=True)
-        return F.cross_entropy(z, y) + 0.1 * self.net[2].weight.square().sum()
-
-
 class WholeBatch(Classifier):
     """Every sample against all others of the batch, in all processes."""
 
@@ -167,8 +153,6 @@ class WholeBatch(Classifier):
         return contrastive(z, y) + dice(z, y)
 
 
-FORWARD = {"mode": "forward"}
-PARTS = {**FORWARD, "parallel_modules": ["net"]}
 ACCUMULATING, SYNCED = {"accumulate_grad_batches": 2}, {"sync_batchnorm": True}
 
 CASES = [
@@ -180,15 +164,6 @@ CASES = [
         Case(make, {}, SYNCED, tolerance=1e-7) for make in (Normed, Repeated)
     ),  # of biases that cancel
     Case(WholeBatch),
-    # With the loss once per process.
-    *(Case(Mixed, PARTS), Case(Mixed, FORWARD, ACCUMULATING), Case(Tokens, FORWARD)),
-    *(Case(WholeBatch, FORWARD), Case(Hooked, FORWARD, ACCUMULATING), Case(Late, FORWARD)),
-    *(
-        Case(Checkpointed, FORWARD),
-        Case(Normed, FORWARD, SYNCED, 1e-7),
-        Case(ManySteps, FORWARD, {}, 1e-7),
-    ),
-    Case(Summed, {**FORWARD, "loss_reduction": "sum"}),
 ]
 
 

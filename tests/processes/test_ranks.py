@@ -102,6 +102,12 @@ class Wider(Classifier):
         self.net = nn.Linear(10, 3)
 
 
+class ByHand(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 def refused(module: type[LightningModule], own: Mapping[str, Any], **options: Any) -> str:
     """What a fit is refused with, in which one process has other options."""
     torch.manual_seed(0)
@@ -124,6 +130,8 @@ def unequal() -> list[str]:
         refused(Classifier, {}, gradient_clip_val=0.5 if first else None),
         refused(Classifier if first else Wider, {}),
         refused(Classifier, {"split": "even" if first else "chunk"}),
+        refused(Classifier, {"mode": "forward"}),
+        refused(ByHand, {}),
     ]
 
 
@@ -135,6 +143,8 @@ def test_options_and_modules_that_differ_are_refused_in_every_process() -> None:
         "Trainer's gradient_clip_val: .* got 0.5 in process 0 and None in process 1",
         "Expected the same parameters and buffers in every process",
         "split",
+        "got forward mode. Forward mode runs in one process",
+        "got forward mode, as it sets automatic_optimization = False",
     ]
     for errors in run_in_processes(unequal, 2):
         for error, pattern in zip(errors, expected, strict=True):

@@ -212,7 +212,7 @@ def exchange_with_processes(calls: Calls, what: str, sizes_and_order: Any, value
 
     if is_in_backward():
         raise _in_backward(what)
-    calls.rank_graph = graph = calls.rank_graph or world.graph or RankGraph(world)
+    calls.rank_graph = graph = calls.rank_graph or RankGraph(world)
     check = partial(_refuse_backward, weakref.ref(calls), f"a collective ({what})")
     pairs = graph.all_gather(what, sizes_and_order, value, is_idle=calls.is_idle, check=check)
     calls.crossed |= graph.is_used
@@ -222,15 +222,12 @@ def exchange_with_processes(calls: Calls, what: str, sizes_and_order: Any, value
 def as_one_replica(world: World, device: torch.device, *, is_idle: bool) -> Calls:
     """Calls for collectives in a process's code outside of replicas: as if it were one replica.
 
-    In a step its shard is the process's part of the batch. Elsewhere sizes are not known.
-
     Args:
         world: the processes.
         device: where its values are.
         is_idle: whether the others get nothing from here.
     """
-    samples = None if world.graph is None else world.graph.samples
-    calls = Calls(None if samples is None else [samples], world=world)
+    calls = Calls(None, world=world)
     calls.is_open, calls.is_idle, calls.names = False, is_idle, replica_names([device], world.rank)
     calls.participants = [Task(0, device, lambda: None)]
     calls.participants[0].calls = calls

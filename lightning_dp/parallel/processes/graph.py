@@ -41,11 +41,10 @@ class RankGraph:
 
     Args:
         world: the processes.
-        samples: of the step in this rank; None if not known.
     """
 
-    def __init__(self, world: World, samples: int | None = None) -> None:
-        self.world, self.samples = world, samples
+    def __init__(self, world: World) -> None:
+        self.world = world
         self._token: Tensor | None = None
 
     @property

@@ -6,16 +6,13 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.parallel.comm import group
-
-if TYPE_CHECKING:
-    from lightning_dp.parallel.processes.graph import RankGraph
 
 T = TypeVar("T")
 
@@ -38,13 +35,11 @@ class World:
         is_idle: whether this process has no samples of the current batch. It runs the step with
             samples of others, so that it takes part in all collectives, and its results are left
             out.
-        graph: of the step that this process runs itself, outside of replicas; None if it runs none.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta | None = None) -> None:
         self.rank, self.size = rank, size
         self.is_idle = False
-        self.graph: RankGraph | None = None
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         self._has_nccl = backends.get("cuda") == "nccl"
         has_gloo = backends.get("cpu") == "gloo"

@@ -338,17 +338,22 @@ class DataParallelMixin(CheckpointMixin):
         if len(devices) == 1 and self._world is None:
             return  # every hook is then the base class's: plain Lightning on one device
         plugin = layer_sync(self)
-        if plugin is not None:
-            set_layer_sync(self, replicas_own(plugin))
-            layer_sync(self).apply(self._module)
         why = why_forward_mode(self._module)
         if self._world is not None and (why or self._mode_name == "forward"):
             raise ValueError(
                 "mode: expected step mode in several processes, got forward mode"
-                f"{f', as {why}' if why else ''}. Forward mode runs in one process. Use step mode "
-                "(with self.all_gather for a loss over the whole batch), start one process, or use "
-                "Lightning's strategy='ddp'."
+                f"{f', as {why}' if why else ''}. Use step mode, or start one process, which can "
+                "have all devices of the machine, or use Lightning's strategy='ddp'."
             )
+        if self._world is not None and plugin is not None:
+            raise ValueError(
+                "sync_batchnorm: expected False in several processes, got True: a step looks at "
+                "the samples of its own process alone. Start one process, which can have all "
+                "devices of the machine, or use Lightning's strategy='ddp'."
+            )
+        if plugin is not None:
+            set_layer_sync(self, replicas_own(plugin))
+            layer_sync(self).apply(self._module)
         if why and self._mode_name == "step":
             rank_zero_info(f"{type(self._module).__name__} runs in forward mode, as {why}.")
         mode = self._mode = self._new_mode()

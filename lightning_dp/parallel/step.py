@@ -177,7 +177,6 @@ class TrainingStep(EvaluationStep):
                 engine.backward,
                 engine.accelerators,
                 crosses=engine.calls.crossed,
-                rank_graph=engine.calls.rank_graph,
             )
             loss = backward.attach(loss, self._requested_parameters())
         first = next(iter(steps.values()), None)

@@ -25,7 +25,7 @@ from lightning_dp.lightning_private import join_process_group, may_log, running_
 from lightning_dp.parallel.apply import collectives, current_participant, fewest_samples
 from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.devices import replica_names
-from lightning_dp.parallel.gather import without_rows
+from lightning_dp.parallel.gather import gather, without_rows
 from lightning_dp.parallel.split import Sizes, even, fitted
 from lightning_dp.processes.slices import RankLoader, Rule, open_slices, rank_sizes
 
@@ -53,9 +53,9 @@ _OF_BATCHES = ("batch", "step", "backward", "zero_grad", "gradient")
 class ProcessesMixin(ParallelStrategy):
     """The ranks of a strategy, their process group and their slices of the DataLoader.
 
-    The devices of a machine are shared out among its processes, in order. In a replica's step
-    collectives act over all replicas of all processes (see `collectives`), elsewhere over the
-    processes.
+    The devices of a machine are shared out among its processes, in order. With one process
+    collectives act in a replica's step, over all replicas (see `collectives`); with several ones
+    outside of steps, over the processes.
     """
 
     machine_devices: list[torch.device] | None
@@ -249,20 +249,24 @@ class ProcessesMixin(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Outside of steps, each process counts as one."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return collectives.reduce(tensor, reduce_op, self._process_calls(tensor.device))
+        if not isinstance(tensor, Tensor) or self._outside is None:
+            return collectives.reduce(tensor, reduce_op) if isinstance(tensor, Tensor) else tensor
+        name = collectives.op_name(reduce_op)
+        tensors = self._of_ranks(tensor, f"reduce with op={name!r}")
+        return collectives.reduced(name, tensors, [1] * len(tensors))
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """The global batch's tensor; gradients flow through it, as on one device.
+        """The global batch's tensor, without a new dimension; gradients flow through it in a step.
 
-        Nothing gets a new dimension, outside of steps as inside: tensors are joined along the first
-        one, in the order of the ranks.
+        Outside of steps the processes' tensors are joined along the first dimension, in the order
+        of the ranks, and have no graph.
         """
-        return collectives.all_gather(tensor, self._process_calls(tensor.device))
+        if self._outside is None:
+            return collectives.all_gather(tensor)
+        return cast(Tensor, gather(self._of_ranks(tensor, "all_gather"), tensor.device))
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -283,18 +287,14 @@ class ProcessesMixin(ParallelStrategy):
             return min(decisions) if all else max(decisions)
         return collectives.decide(decision, everybody=all)
 
-    def _process_calls(self, device: torch.device) -> Any:
-        """The calls that collectives outside of replicas take for this process."""
-        world = self._outside
-        if world is None:
-            return None
-        from lightning_dp.parallel.apply import as_one_replica
-
-        module = self.lightning_module
+    def _of_ranks(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """The tensors of all ranks, or in a batch's hook of those that have samples of it."""
+        world, module = cast(Any, self._world), self.lightning_module
         hook = None if module is None else running_hook(module)
         # A rank with an empty slice has samples of other batches: its part of an epoch counts.
         is_of_batch = hook is not None and any(word in hook for word in _OF_BATCHES)
-        return as_one_replica(world, device, is_idle=is_of_batch and world.is_idle)
+        sent = None if is_of_batch and world.is_idle else tensor
+        return [t.to(tensor.device) for t in world.all_gather_objects(sent, what) if t is not None]
 
 
 def check_group_options(backend: str | None, timeout: timedelta | float | None) -> timedelta | None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import Case, assert_as_on_one_device
 from support.oracle import Classifier
-from test_forward_mode import contrastive, dice
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -124,46 +123,13 @@ class Late(Classifier):
         return {"loss": loss, "num_items": int(kept.sum())} if kept.any() else None
 
 
-class Normed(Classifier):
-    """Layers after each other, and two that do not depend on each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        a, b, c = self.norms
-        y = a(self.net[0](x.repeat_interleave(2, 0))).tanh()  # the last batch has one sample
-        return self.net[2](b(y.sin()) * c(y.cos())).unflatten(0, (-1, 2)).mean(1)
-
-
-class Repeated(Normed):
-    """Each sample has several rows, which batch norm counts; so does the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = (part.repeat_interleave(batch[1] + 1, 0) for part in batch)
-        return {"loss": F.cross_entropy(self(x), y), "num_items": len(x)}
-
-
-class WholeBatch(Classifier):
-    """Every sample against all others of the batch, in all processes."""
-
-    def loss(self, batch: Any) -> Tensor:
-        z, y = self.all_gather(self(batch[0]), sync_grads=True), self.all_gather(batch[1])
-        return contrastive(z, y) + dice(z, y)
-
-
-ACCUMULATING, SYNCED = {"accumulate_grad_batches": 2}, {"sync_batchnorm": True}
+ACCUMULATING = {"accumulate_grad_batches": 2}
 
 CASES = [
     *(Case(Classifier), Case(Classifier, {}, {"accumulate_grad_batches": 3}), Case(Sometimes)),
     *(Case(Tokens), Case(Summed, {"loss_reduction": "sum"}), Case(ManySteps, tolerance=1e-7)),
     *(Case(OneCycle), Case(Classifier, {}, {"gradient_clip_val": 0.1}), Case(KeepsGradients)),
     *(Case(Checkpointed), Case(Hooked), Case(EveryThird, {}, ACCUMULATING), Case(Late)),
-    *(
-        Case(make, {}, SYNCED, tolerance=1e-7) for make in (Normed, Repeated)
-    ),  # of biases that cancel
-    Case(WholeBatch),
 ]
 
 

@@ -131,6 +131,7 @@ def unequal() -> list[str]:
         refused(Classifier if first else Wider, {}),
         refused(Classifier, {"split": "even" if first else "chunk"}),
         refused(Classifier, {"mode": "forward"}),
+        refused(Classifier, {}, sync_batchnorm=True),
         refused(ByHand, {}),
     ]
 
@@ -143,7 +144,8 @@ def test_options_and_modules_that_differ_are_refused_in_every_process() -> None:
         "Trainer's gradient_clip_val: .* got 0.5 in process 0 and None in process 1",
         "Expected the same parameters and buffers in every process",
         "split",
-        "got forward mode. Forward mode runs in one process",
+        "mode: expected step mode in several processes, got forward mode. Use step mode",
+        "sync_batchnorm: expected False in several processes",
         "got forward mode, as it sets automatic_optimization = False",
     ]
     for errors in run_in_processes(unequal, 2):

@@ -8,7 +8,6 @@ that share a processor (`cpu`).
 
 from lightning_dp.parallel.apply import collectives as collectives
 from lightning_dp.parallel.apply import sync_batch_norm as sync_batch_norm
-from lightning_dp.parallel.apply.collectives import as_one_replica as as_one_replica
 from lightning_dp.parallel.apply.cpu import KeptMemory as KeptMemory
 from lightning_dp.parallel.apply.cpu import optimizer_threads as optimizer_threads
 from lightning_dp.parallel.apply.executor import EXECUTORS as EXECUTORS

@@ -1,13 +1,9 @@
 """Collectives that a step may call: what one device would have with the whole batch.
 
-In a replica each waits for all replicas that have samples, in all processes; a RendezvousError
-names those that have ended their calls or are at another collective. Outside of replicas they
-return their argument, as on one device; with several processes `process_calls` stand for this one.
-Gradients flow through: the graph of one replica continues in the others, and the step's backward
-runs through all of them at once.
-
-Of several processes the replicas of each meet first, then the processes do. An idle process brings
-nothing, and gets what the others get.
+In a replica each waits for all replicas that have samples; a RendezvousError names those that have
+ended their calls or are at another collective. Outside of replicas they return their argument, as
+on one device. Gradients flow through: the graph of one replica continues in the others, and the
+step's backward runs through all of them at once. Steps of several processes refuse them by name.
 """
 
 from __future__ import annotations
@@ -15,22 +11,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise
 from numbers import Number
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.apply.rendezvous import Act, Calls, Task, current_participant
-from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter import to_device, tree, weighted_mean
-from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import is_in_backward
-
-if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import World
 
 T = TypeVar("T")
 
@@ -38,7 +28,7 @@ _OPS = {name: name for name in ("mean", "sum", "min", "max", "product")}
 _OPS |= {"avg": "mean", "prod": "product"}
 
 
-def all_gather(x: T, process_calls: Calls | None = None) -> T:
+def all_gather(x: T) -> T:
     """The batch's `x`, in every replica: joined as a step's outputs are, see `gather`.
 
     Tensors with a row for each sample are concatenated in the order of the batch, 0-dim floating
@@ -46,66 +36,72 @@ def all_gather(x: T, process_calls: Calls | None = None) -> T:
 
     Args:
         x: a tensor, or containers of tensors, of the same structure on every replica.
-        process_calls: of `as_one_replica`, where the user's code calls this outside of replicas.
 
     Raises:
         GatherError: the structures differ.
     """
 
     def act(calls: Calls, values: list[Any]) -> list[Any]:
-        every, sizes, order = _of_all(calls, "all_gather", values)
-        joined = partial(gather, every, dim=calls.dim, sizes=sizes, order=order)
+        every = [link(calls, value) for value in values]
+        joined = partial(gather, every, dim=calls.dim, sizes=calls.sizes, order=calls.order)
         return [_clone_shared(joined(p.device), every) for p in calls.participants]
 
-    return meet("all_gather", x, act, process_calls)
+    return meet("all_gather", x, act)
 
 
-def reduce(x: T, op: Any = "mean", process_calls: Calls | None = None) -> T:
+def reduce(x: T, op: Any = "mean") -> T:
     """The replicas' tensors of one shape, or numbers, in one, in every replica.
 
     Args:
         x: what this replica brings; what is neither a tensor nor a number stays as it is.
         op: `"mean"` (or `"avg"`), weighted by shard size: of the shards' means it makes that of
             the batch; `"sum"`, `"min"`, `"max"`, `"product"`; or a `torch.distributed.ReduceOp`.
-        process_calls: as in `all_gather`.
 
     Raises:
         ValueError: an unknown `op`, or the shapes differ.
     """
-    if current_participant() is None and process_calls is None:
+    if current_participant() is None:
         return x
+    name = op_name(op)
+    what = f"reduce with op={name!r}"
+
+    def act(calls: Calls, values: list[Any]) -> list[Any]:
+        every = [link(calls, value) for value in values]
+        if not all(isinstance(value, Tensor | Number) for value in every):
+            return values
+        device = calls.participants[0].device
+        tensors = [torch.as_tensor(to_device(value, device)) for value in every]
+        total = reduced(name, tensors, calls.sizes or [1] * len(tensors))
+        if not isinstance(every[0], Tensor):
+            return [total.item()] * len(values)
+        return [total.to(p.device, copy=True) for p in calls.participants]
+
+    return meet(what, x, act)
+
+
+def op_name(op: Any) -> str:
+    """What a reduction is called here; raises a ValueError for one that there is not."""
     name = _OPS.get((op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]).lower())
     if name is None:
         raise ValueError(
             f"reduce: expected op 'mean', 'sum', 'min', 'max' or 'product', got {op!r}."
         )
-    what = f"reduce with op={name!r}"
-
-    def act(calls: Calls, values: list[Any]) -> list[Any]:
-        every, sizes, _ = _of_all(calls, what, values)
-        if not all(isinstance(value, Tensor | Number) for value in every):
-            return values
-        tensors = [torch.as_tensor(to_device(v, calls.participants[0].device)) for v in every]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those "
-                "that have a row for each sample."
-            )
-        total = _reduced(name, tensors, sizes or [1] * len(tensors)).to(tensors[0].dtype)
-        if not isinstance(every[0], Tensor):
-            return [total.item()] * len(values)
-        return [total.to(p.device, copy=True) for p in calls.participants]
-
-    return meet(what, x, act, process_calls)
+    return name
 
 
-def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    if op == "mean":
+def reduced(name: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Tensors of one shape in one of their dtype, where `sizes` weight a mean."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those "
+            "that have a row for each sample."
+        )
+    if name == "mean":
         exact = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
-        return weighted_mean(exact, list(map(float, sizes)))
+        return weighted_mean(exact, list(map(float, sizes))).to(tensors[0].dtype)
     torchs: Any = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.amax}
-    return cast(Tensor, torchs[op](torch.stack(tensors), 0))
+    return cast(Tensor, torchs[name](torch.stack([*tensors]), 0).to(tensors[0].dtype))
 
 
 def broadcast(x: T, src: int = 0) -> T:
@@ -113,7 +109,7 @@ def broadcast(x: T, src: int = 0) -> T:
 
     Args:
         x: anything; objects that are neither tensors nor containers of tensors are shared.
-        src: the replica, counted among those that have samples, in all processes.
+        src: the replica, counted among those that have samples.
 
     Raises:
         ValueError: there is no such replica.
@@ -121,7 +117,7 @@ def broadcast(x: T, src: int = 0) -> T:
     what = f"broadcast from {src}"
 
     def act(calls: Calls, values: list[Any]) -> list[Any]:
-        every, _, _ = _of_all(calls, what, values)
+        every = [link(calls, value) for value in values]
         if not 0 <= src < len(every):
             raise ValueError(
                 f"broadcast: expected src from 0 to {len(every) - 1}, one of the {len(every)} "
@@ -135,12 +131,7 @@ def broadcast(x: T, src: int = 0) -> T:
 def barrier(name: str | None = None) -> None:
     """Waits for all replicas; `name` is for the error if one does not come."""
     what = "barrier" if name is None else f"barrier {name!r}"
-
-    def act(calls: Calls, values: list[None]) -> list[None]:
-        of_processes(calls, what, None)
-        return values
-
-    meet(what, None, act)
+    meet(what, None, lambda calls, values: values)
 
 
 def decide(decision: bool, *, everybody: bool = True) -> bool:
@@ -148,7 +139,7 @@ def decide(decision: bool, *, everybody: bool = True) -> bool:
     rule, what = all if everybody else any, "reduce_boolean_decision"
 
     def act(calls: Calls, values: list[bool]) -> list[bool]:
-        return [rule(of_processes(calls, what, rule(values)))] * len(values)
+        return [rule(values)] * len(values)
 
     return meet(what, bool(decision), act)
 
@@ -156,12 +147,9 @@ def decide(decision: bool, *, everybody: bool = True) -> bool:
 # What they share
 
 
-def meet(what: str, x: T, act: Act, process_calls: Calls | None = None) -> T:
+def meet(what: str, x: T, act: Act) -> T:
     """What `act` makes of the replicas' `x`, see `Task.meet`; `x` if there are no others."""
-    participant = current_participant()
-    if must_meet(what):
-        return cast(T, cast(Task, participant).meet(what, x, act))
-    return x if participant or process_calls is None else cast(T, act(process_calls, [x])[0])
+    return cast(T, cast(Task, current_participant()).meet(what, x, act)) if must_meet(what) else x
 
 
 def must_meet(what: str) -> bool:
@@ -172,66 +160,13 @@ def must_meet(what: str) -> bool:
             raise _in_backward(what)
         return False
     participant.calls.check()
-    return len(participant.calls.participants) > 1 or participant.calls.world is not None
-
-
-def _of_all(
-    calls: Calls, what: str, values: list[Any]
-) -> tuple[list[Any], list[int] | None, Order | None]:
-    """The values of all processes' replicas, given those of this process; the first process first.
-
-    Returns them prepared for the graphs of other replicas; the replicas' sample counts, if known;
-    and the positions of these samples in the batch, None for the order of the batch.
-    """
-    values = [link(calls, value) for value in values]
-    if calls.world is None:
-        return values, calls.sizes, calls.order
-    received = exchange_with_processes(calls, what, (calls.sizes, calls.order), values)
-    rank_sizes = [sizes for (sizes, _), _ in received]
-    sizes = None if None in rank_sizes else list(chain.from_iterable(rank_sizes))
-    order: list[Sequence[int]] | None = None
-    if any(rank_order is not None for (_, rank_order), _ in received):
-        order = []  # the samples of the processes follow each other in the batch
-        for (of_rank, rank_order), _ in received:
-            start, ends = sum(map(len, order)), [0, *accumulate(of_rank)]
-            rank_order = rank_order or [range(a, b) for a, b in pairwise(ends)]
-            order += [[start + i for i in of_replica] for of_replica in rank_order]
-    return [value for _, rank_values in received for value in rank_values], sizes, order
-
-
-def of_processes(calls: Calls, what: str, value: T) -> list[T]:
-    """The value of each process that is not idle; this value alone if there is one process."""
-    return [received for _, received in exchange_with_processes(calls, what, None, value)]
-
-
-def exchange_with_processes(calls: Calls, what: str, sizes_and_order: Any, value: Any) -> list[Any]:
-    """Sends (sizes_and_order, value) to all processes; returns the pairs of those not idle."""
-    if (world := calls.world) is None:
-        return [(sizes_and_order, value)]
-    from lightning_dp.parallel.processes import RankGraph
-
-    if is_in_backward():
-        raise _in_backward(what)
-    calls.rank_graph = graph = calls.rank_graph or RankGraph(world)
-    check = partial(_refuse_backward, weakref.ref(calls), f"a collective ({what})")
-    pairs = graph.all_gather(what, sizes_and_order, value, is_idle=calls.is_idle, check=check)
-    calls.crossed |= graph.is_used
-    return [pair for pair in pairs if pair is not None]
-
-
-def as_one_replica(world: World, device: torch.device, *, is_idle: bool) -> Calls:
-    """Calls for collectives in a process's code outside of replicas: as if it were one replica.
-
-    Args:
-        world: the processes.
-        device: where its values are.
-        is_idle: whether the others get nothing from here.
-    """
-    calls = Calls(None, world=world)
-    calls.is_open, calls.is_idle, calls.names = False, is_idle, replica_names([device], world.rank)
-    calls.participants = [Task(0, device, lambda: None)]
-    calls.participants[0].calls = calls
-    return calls
+    if participant.calls.world is not None:
+        raise RuntimeError(
+            f"Expected no {what} in a step of several processes, got one: a step may look at the "
+            "samples of its own process alone. Use one process, which can have all devices of the "
+            "machine, or Lightning's strategy='ddp'."
+        )
+    return len(participant.calls.participants) > 1
 
 
 def _in_backward(what: str) -> RuntimeError:

@@ -39,7 +39,7 @@ from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Order
 
 if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import RankGraph, World
+    from lightning_dp.parallel.processes import World
 
 Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
 """What the main thread does in a rendezvous: from the replicas' values to what each one gets."""
@@ -172,7 +172,6 @@ class Calls:
     have_met = False
     drawn_in_checkpoint: torch.device | None = None  # whose generator other replicas draw from, too
     crossed = False  # the graph of one replica continues in that of another
-    rank_graph: RankGraph | None = None  # where graphs continue in other ranks
 
     def __init__(
         self,
@@ -183,7 +182,6 @@ class Calls:
     ) -> None:
         self.sizes = None if sizes is None else list(sizes)
         self.order, self.dim, self.world = order, dim, world
-        self.is_idle = world is not None and world.is_idle  # the other processes get nothing
         self.participants: list[Task] = []
         self._events: SimpleQueue[None] = SimpleQueue()
 

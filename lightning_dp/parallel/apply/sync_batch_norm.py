@@ -1,6 +1,6 @@
 """Batch norm over all replicas: the mean and the variance of the whole batch.
 
-Every replica computes the moments of its shard; the replicas, and the processes, merge them into
+Every replica computes the moments of its shard; the replicas merge them into
 those of the batch (Chan et al., "Algorithms for computing the sample variance", 1983: no large
 numbers are subtracted). The merged moments are functions of all replicas' inputs, so the step's
 backward, which runs through all graphs, gives each replica the gradients of the others' losses.
@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.apply.collectives import link, meet, must_meet, of_processes
+from lightning_dp.parallel.apply.collectives import link, meet, must_meet
 from lightning_dp.parallel.apply.rendezvous import Calls
 from lightning_dp.parallel.torch_private import BATCH_NORMS, check_batch_norm_input
 
@@ -50,8 +50,7 @@ def forward(self: nn.BatchNorm1d, x: Tensor) -> Tensor:
 def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
     device = calls.participants[0].device
     linked = [(n, link(calls, mean), link(calls, var)) for n, mean, var in moments]
-    local = _merged(linked, device)  # of this process
-    n, mean, var = _merged(of_processes(calls, "batch norm", local), device)
+    n, mean, var = _merged(linked, device)
     if n == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training with batch norm, got 1 in the "

@@ -1,11 +1,9 @@
 """Several processes: each has devices, replicas and a slice of every batch.
 
 Decided here: how ranks exchange values, over `torch.distributed` alone (`world`); the joint loss of
-all ranks and the sums of their gradients (`rank_losses`); how the autograd graph of a step
-continues in other ranks (`graph`). With one process none of it is imported.
+all ranks and the sums of their gradients (`rank_losses`). With one process none of it is imported.
 """
 
-from lightning_dp.parallel.processes.graph import RankGraph as RankGraph
 from lightning_dp.parallel.processes.rank_losses import JointLoss as JointLoss
 from lightning_dp.parallel.processes.rank_losses import exchange_losses as exchange_losses
 from lightning_dp.parallel.processes.rank_losses import sum_gradients as sum_gradients

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from lightning_dp.parallel.apply import Task
 from lightning_dp.parallel.comm import on_streams, scalar_device, side_streams
 from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.torch_private import keeps_graph, will_run
-
-if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import RankGraph
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
@@ -189,7 +186,6 @@ class JointBackward:
         run: a method, held weakly: a graph that reaches its own holder is never freed.
         devices: accelerators, on whose present current streams the backward runs.
         crosses: whether one replica's graph continues in another's, so that they cannot run alone.
-        rank_graph: the part of the graph that continues in other ranks.
     """
 
     def __init__(
@@ -201,11 +197,10 @@ class JointBackward:
         devices: Sequence[torch.device],
         *,
         crosses: bool = False,
-        rank_graph: RankGraph | None = None,
     ) -> None:
         self.name, self.shards, self.crosses = name, shards, crosses
         self.parts = [(k, loss, w) for k, loss, w in parts if w != 0 and loss.requires_grad]
-        self._rank_graph, self._run = rank_graph, weakref.WeakMethod(run)
+        self._run = weakref.WeakMethod(run)
         self._streams = side_streams(devices) if devices else []
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
@@ -229,7 +224,6 @@ class JointBackward:
             with on_streams(self._streams) if self._streams else nullcontext():
                 run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
-            self._rank_graph = None
             self.parts.clear()
             self.shards.parts.clear()
             raise
@@ -245,18 +239,10 @@ class JointBackward:
         return tasks
 
     def start(self, gradient: Tensor, keep_graph: bool) -> Callable[[], None]:
-        """One backward of all graphs, which starts at the end of the rank graph, too.
-
-        Returns the call that runs it: the gradients are made now.
-        """
+        """One backward of all graphs; returns the call that runs it: the gradients are made now."""
         losses = [loss for _, loss, _ in self.parts]
         # Autograd makes a new gradient for each backward: this thread need not wait for its copies.
         gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
-        ranks = self._rank_graph
-        end = None if ranks is None else ranks.end(keep_graph=keep_graph)
-        if end is not None:
-            losses.append(end)
-            gradients.append(torch.ones_like(end))
         return partial(torch.autograd.backward, losses, gradients, retain_graph=keep_graph)
 
 

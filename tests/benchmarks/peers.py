@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
-import sim_devices
 import torch
 from benchmarks.models import WORKLOADS
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +23,7 @@ import lightning_dp
 
 @dataclass(frozen=True)
 class Job:
-    """What one contestant does; its processes read it as JSON.
+    """What one contestant does.
 
     Args:
         peer: a key of `PEERS`.
@@ -35,7 +33,9 @@ class Job:
         cores: of the CPU, for all devices together.
         samples: in a batch of all devices; None for the model's own number.
         options: of `DataParallelStrategy`.
-        machine: on virtual time, `links` and the `speed` of the simulated devices; else empty.
+        links: on virtual time, those between the simulated devices; else empty.
+        master: where the processes of DDP meet, `tcp://host:port`.
+        rank: among these processes.
     """
 
     peer: str
@@ -45,7 +45,9 @@ class Job:
     cores: int = 1
     samples: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    machine: Mapping[str, Any] = field(default_factory=dict)
+    links: str = ""
+    master: str = ""
+    rank: int = 0
 
     @property
     def torch_devices(self) -> list[torch.device]:
@@ -67,55 +69,52 @@ class Pace:
 
     Args:
         job: what is trained.
-        commands: a line with a number of steps begins a turn; their end is the training's.
-        answers: gets a line of JSON when the training is ready, and after each turn.
+        pipe: receives the number of steps of each turn, and None at the end; gets an answer when
+            the training is ready, and after each turn.
     """
 
-    def __init__(self, job: Job, commands: IO[str], answers: IO[str]) -> None:
-        self._job, self._commands, self._answers = job, commands, answers
+    def __init__(self, job: Job, pipe: Connection) -> None:
+        self._is_virtual, self._pipe = bool(job.links), pipe
         self._accelerators = list(dict.fromkeys(d for d in job.torch_devices if d.type != "cpu"))
         self._ends: list[float] = []
         self._left = 0
 
-    def begin(self, module: nn.Module) -> bool:
+    def begin(self) -> bool:
         """The training is ready; returns whether a step is to be done."""
-        self._answer({"bytes": sum(p.nbytes for p in module.parameters())})
+        self._pipe.send({})
         return self._next()
 
-    def step_done(self, loss: Any) -> bool:
-        """A step was launched, with this loss; returns whether another one is to be done."""
+    def step_done(self, losses: Sequence[Tensor]) -> bool:
+        """A step was launched; returns whether another one is to be done."""
         self._left -= 1
-        if self._job.machine:
+        if self._is_virtual:
             self._ends.append(torch.sim.elapsed())
         if self._left:
             return True
         for device in self._accelerators:
             torch.accelerator.synchronize(device)
         seconds = time.perf_counter() - self._start
-        if self._job.machine:  # from the end of one step to the end of the next
+        if self._is_virtual:  # from the end of one step to the end of the next
             seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * len(self._ends)
             torch.sim.set_clock("wall")
         peaks = [torch.accelerator.max_memory_allocated(d) for d in self._accelerators]
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = max(peaks, default=resident)
-        self._answer({"seconds": seconds, "loss": float(loss), "memory": memory})
+        loss = sum(float(loss.detach()) for loss in losses) / len(losses)
+        self._pipe.send({"seconds": seconds, "loss": loss, "memory": memory})
         return self._next()
 
     def _next(self) -> bool:
-        if not (line := self._commands.readline()):
+        steps = self._pipe.recv()
+        if steps is None:
             return False
-        self._left, self._ends = int(line), []
+        self._left, self._ends = steps, []
         for device in self._accelerators:
             torch.accelerator.reset_peak_memory_stats(device)
-        if self._job.machine:
+        if self._is_virtual:
             torch.sim.set_clock("virtual")
         self._start = time.perf_counter()
         return True
-
-    def _answer(self, answer: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the runner is gone, and so are its commands
-            self._answers.write(json.dumps(answer) + "\n")
-            self._answers.flush()
 
 
 # --- through Lightning's Trainer ------------------------------------------------------------------
@@ -134,27 +133,22 @@ class _Paced(Callback):
         self._pace = pace
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.should_stop = not self._pace.begin(pl_module)
+        trainer.should_stop = not self._pace.begin()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
-        trainer.should_stop = not self._pace.step_done(outputs["loss"])
+        trainer.should_stop = not self._pace.step_done([outputs["loss"]])
+
+
+QUIET: dict[str, Any] = dict.fromkeys(
+    ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
+)
 
 
 def fit(job: Job, pace: Pace, batches: Sequence[Any], **options: Any) -> None:
     """Trains the job's model by a Trainer with these options."""
-    quiet = dict.fromkeys(
-        ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
-    )
+    options |= {"max_epochs": 1, "min_epochs": 0, "min_steps": 0, "callbacks": [_Paced(pace)]}
     kind = {"cuda": "gpu"}.get(job.device, job.device)
-    trainer = Trainer(
-        accelerator=kind,
-        max_epochs=1,
-        min_epochs=0,
-        min_steps=0,
-        callbacks=[_Paced(pace)],
-        **quiet,
-        **options,
-    )
+    trainer = Trainer(accelerator=kind, **QUIET, **options)
     trainer.fit(WORKLOADS[job.model].make(), DataLoader(_InTurns(batches), batch_size=None))
 
 
@@ -190,25 +184,28 @@ def moved(batch: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def loop(model: Any, net: Any, pace: Pace, batches: Sequence[Any], device: torch.device) -> None:
     """Trains a model on its device, with `net` in place of its net."""
     optimizer = model.configure_optimizers()
-    going = pace.begin(model)
-    for batch in itertools.cycle(batches):
-        if not going:
-            break
+    turns = itertools.cycle(batches)
+    going = pace.begin()
+    while going:
         optimizer.zero_grad()
-        loss = model.loss(moved(batch, device), net)
+        loss = model.loss(moved(next(turns), device), net)
         loss.backward()
         optimizer.step()
-        going = pace.step_done(loss.detach())
+        going = pace.step_done([loss])
 
 
 def torch_ddp(job: Job, pace: Pace) -> None:
     """DistributedDataParallel: a process for each device."""
-    rank = int(os.environ["RANK"])
-    device = job.torch_devices[rank]
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = job.torch_devices[job.rank]
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=job.master,
+        rank=job.rank,
+        world_size=job.devices,
+    )
     model = WORKLOADS[job.model].make().to(device)
     net = nn.parallel.DistributedDataParallel(model.net)
-    loop(model, net, pace, [share(batch, job.devices, rank) for batch in job.batches], device)
+    loop(model, net, pace, [share(batch, job.devices, job.rank) for batch in job.batches], device)
     torch.distributed.destroy_process_group()
 
 
@@ -216,9 +213,8 @@ class OnVirtualTime(nn.DataParallel[nn.Module]):
     """nn.DataParallel whose threads are known, on virtual time, to work for the one that waits."""
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        work_for = torch.sim.hand_over() if sim_devices.is_enabled() else None
-        if work_for is not None:
-            replicas = [partial(_called, work_for, replica) for replica in replicas]
+        work_for = torch.sim.hand_over()
+        replicas = [partial(_called, work_for, replica) for replica in replicas]
         return super().parallel_apply(replicas, inputs, kwargs)
 
 
@@ -234,7 +230,8 @@ def nn_data_parallel(job: Job, pace: Pace) -> None:
             setattr(torch._C, function.__name__, function)
     devices = job.torch_devices
     model = WORKLOADS[job.model].make().to(devices[0])
-    net = OnVirtualTime(model.net, [device.index for device in devices])
+    kind = OnVirtualTime if job.links else nn.DataParallel
+    net = kind(model.net, [device.index for device in devices])
     loop(model, net, pace, job.batches, devices[0])
 
 
@@ -288,31 +285,18 @@ def ring_ddp(job: Job, pace: Pace) -> None:
         own.load_state_dict(models[0].state_dict())
         own.to(device)
     optimizers = [own.configure_optimizers() for own in models]
-    ring = Ring(models)
-    going = pace.begin(models[0])
-    for batch in itertools.cycle(job.batches):
-        if not going:
-            break
-        losses = []
+    ring, batches = Ring(models), itertools.cycle(job.batches)
+    going = pace.begin()
+    while going:
+        batch, losses = next(batches), []
         for k, (own, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
-            loss = own.loss(moved(share(batch, len(devices), k), devices[k]))
-            loss.backward()
-            losses.append(loss.detach())
+            losses.append(own.loss(moved(share(batch, len(devices), k), devices[k])))
+            losses[-1].backward()
         ring.reduce()
         for optimizer in optimizers:
             optimizer.step()
-        going = pace.step_done(_Mean(losses))
-
-
-class _Mean:
-    """The mean of losses on several devices, read when the turn is over."""
-
-    def __init__(self, losses: Sequence[Tensor]) -> None:
-        self._losses = losses
-
-    def __float__(self) -> float:
-        return sum(map(float, self._losses)) / len(self._losses)
+        going = pace.step_done(losses)
 
 
 class Ring:
@@ -324,85 +308,79 @@ class Ring:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._parameters = [list(model.parameters()) for model in models]
-        devices = [own[0].device for own in self._parameters]
-        self._buckets = _buckets([p.nbytes for p in self._parameters[0]])
-        self._filled = [[torch.Event(device) for _ in self._buckets] for device in devices]
-        self._sends = [torch.Stream(device) for device in devices]
-        self._receives = [torch.Stream(device) for device in devices]
-        self._flats = [[self._room(own, b) for b in self._buckets] for own in self._parameters]
-        self._arrived = [[torch.empty_like(flat[0]) for flat in own] for own in self._flats]
-        for own, events in zip(self._parameters, self._filled, strict=True):
-            for bucket, event in zip(self._buckets, events, strict=True):
-                _record_when_filled([own[i] for i in bucket], event)
+        reverse = [list(model.parameters())[::-1] for model in models]
+        self._parameters = list(zip(*map(_buckets, reverse), strict=True))
+        self._count = len(models)
+        self._rows = [[self._room(own) for own in devices] for devices in self._parameters]
+        self._filled = [[_filled(own) for own in devices] for devices in self._parameters]
+        self._sends = [torch.Stream(own[0].device) for own in reverse]
+        self._receives = [torch.Stream(own[0].device) for own in reverse]
 
-    def _room(self, own: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
-        size = -(-sum(own[i].numel() for i in bucket) // len(self._parameters))
-        return own[0].new_zeros(len(self._parameters), size)
+    def _room(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """K rows for the gradients of a bucket, and one that arrives."""
+        size = -(-sum(p.numel() for p in parameters) // self._count)
+        return parameters[0].new_zeros(self._count, size), parameters[0].new_empty(size)
 
     def reduce(self) -> None:
         """Makes every device's gradients their mean; they are of use on the current streams."""
-        count = len(self._parameters)
-        for b, bucket in enumerate(self._buckets):
-            for k, own in enumerate(self._parameters):
+        turns = range(self._count - 1)
+        for devices, rows, filled in zip(self._parameters, self._rows, self._filled, strict=True):
+            for k, own in enumerate(devices):
                 with torch.sim.stream(self._receives[k]):
-                    self._receives[k].wait_event(self._filled[k][b])
-                    torch._foreach_copy_(self._views(k, b), [own[i].grad for i in bucket])
-            for turn in range(count - 1):
-                self._exchange(b, turn, adds=True)
-            for turn in range(count - 1):
-                self._exchange(b, turn - 1, adds=False)
-        for k, own in enumerate(self._parameters):
-            current = torch.accelerator.current_stream(own[0].device)
-            current.wait_stream(self._receives[k])
-            current.wait_stream(self._sends[k])
-            for b, bucket in enumerate(self._buckets):
-                gradients = [own[i].grad for i in bucket]
-                torch._foreach_copy_(gradients, self._views(k, b))
-                torch._foreach_div_(gradients, count)
+                    self._receives[k].wait_event(filled[k])
+                    torch._foreach_copy_(_views(rows[k][0], own), [p.grad for p in own])
+            for turn in turns:
+                self._exchange(rows, turn, adds=True)
+            for turn in turns:
+                self._exchange(rows, turn - 1, adds=False)
+        for k, streams in enumerate(zip(self._receives, self._sends, strict=True)):
+            current = torch.accelerator.current_stream(streams[0].device)
+            for stream in streams:
+                current.wait_stream(stream)
+            for devices, rows in zip(self._parameters, self._rows, strict=True):
+                gradients = [p.grad for p in devices[k]]
+                torch._foreach_copy_(gradients, _views(rows[k][0], devices[k]))
+                torch._foreach_div_(gradients, self._count)
 
-    def _views(self, k: int, b: int) -> list[Tensor]:
-        own = [self._parameters[k][i] for i in self._buckets[b]]
-        flat = self._flats[k][b].view(-1)[: sum(p.numel() for p in own)]
-        parts = flat.split([p.numel() for p in own])
-        return [part.view_as(p) for part, p in zip(parts, own, strict=True)]
-
-    def _exchange(self, b: int, turn: int, *, adds: bool) -> None:
+    def _exchange(self, rows: Sequence[tuple[Tensor, Tensor]], turn: int, *, adds: bool) -> None:
         """Every device sends a row to the next one, which adds it to its own or keeps it."""
-        count = len(self._parameters)
         for send, receive in zip(self._sends, self._receives, strict=True):
             send.wait_stream(receive)  # the row that arrived last leaves next
-        for k in range(count):
-            following, row = (k + 1) % count, (k - turn) % count
-            room = self._arrived[following][b] if adds else self._flats[following][b][row]
+        for k, (own, _) in enumerate(rows):
+            following, row = (k + 1) % self._count, (k - turn) % self._count
+            kept, arrived = rows[following]
             with torch.sim.stream(self._receives[following]), torch.sim.stream(self._sends[k]):
-                room.copy_(self._flats[k][b][row], non_blocking=True)
-        for k in range(count) if adds else ():
+                (arrived if adds else kept[row]).copy_(own[row], non_blocking=True)
+        for k, (own, arrived) in enumerate(rows) if adds else ():
             with torch.sim.stream(self._receives[k]):
-                self._flats[k][b][(k - 1 - turn) % count] += self._arrived[k][b]
+                own[(k - 1 - turn) % self._count] += arrived
 
 
-def _record_when_filled(bucket: Sequence[Tensor], filled: torch.Event) -> None:
-    seen: set[int] = set()
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    sums = itertools.accumulate(p.nbytes for p in parameters)
+    first = sum(total < 2**20 for total in sums) + 1
+    return [parameters[:first], *_utils._take_tensors(parameters[first:], 25 * 2**20)]
+
+
+def _views(rows: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [p.numel() for p in parameters]
+    parts = rows.view(-1)[: sum(sizes)].split(sizes)
+    return [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+
+
+def _filled(bucket: Sequence[Tensor]) -> torch.Event:
+    """Is recorded when the backward has accumulated the gradients of all parameters of a bucket."""
+    event, seen = torch.Event(bucket[0].device), set[int]()
 
     def hook(parameter: Tensor) -> None:
         seen.add(id(parameter))
         if len(seen) == len(bucket):
             seen.clear()
-            filled.record(torch.accelerator.current_stream(parameter.device))
+            event.record(torch.accelerator.current_stream(parameter.device))
 
     for parameter in bucket:
         parameter.register_post_accumulate_grad_hook(hook)
-
-
-def _buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices of parameters that travel together, the last ones first."""
-    found: list[list[int]] = [[]]
-    for i in reversed(range(len(sizes))):
-        if sum(sizes[j] for j in found[-1]) >= (2**20 if len(found) == 1 else 25 * 2**20):
-            found.append([])
-        found[-1].append(i)
-    return found
+    return event
 
 
 def why_not(name: str, job: Job) -> str:
@@ -413,7 +391,7 @@ def why_not(name: str, job: Job) -> str:
         return "each process needs a GPU of its own"
     if name == "nn.DataParallel" and job.device == "cpu":
         return "it does not spread on the CPU"
-    return "it is simulated, on virtual time" if name == "DDP's ring" and not job.machine else ""
+    return "it is simulated, on virtual time" if name == "DDP's ring" and not job.links else ""
 
 
 PEERS: dict[str, Callable[[Job, Pace], None]] = {

@@ -1,7 +1,7 @@
 """What one plain training step costs beyond the modules' own work: Python frames, and time.
 
     python tests/benchmarks/step.py                       # frames by function and by file
-    python tests/benchmarks/step.py --time [--devices 4]  # a ResNet-50's shape with tiny tensors
+    python tests/benchmarks/step.py --time  # a ResNet-50's shape with tiny tensors
 
 Frames are calls of Python functions of lightning_dp, on all threads, from the end of a batch to the
 end of the next one; of three steps the one with the fewest counts. `--time` prints medians and the
@@ -36,6 +36,7 @@ from lightning_dp.parallel.step import StepParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.models import TinyResNet50
+from benchmarks.peers import QUIET
 
 PACKAGE = Path(lightning_dp.__file__).parent
 CPU = torch.device("cpu")
@@ -64,40 +65,27 @@ class Watch(Callback):
     def __init__(self, warm_up: int) -> None:
         self.steps: list[Counter[tuple[str, str]]] = []
         self._warm_up = warm_up
-        self._calls: Counter[Any] | None = None
+        self._calls: Counter[tuple[str, str]] | None = None
 
     def count(self, frame: FrameType, event: str, called: Any) -> None:
-        if self._calls is not None and event == "call":
-            self._calls[frame.f_code] += 1
+        file = Path(frame.f_code.co_filename)
+        if self._calls is not None and event == "call" and file.is_relative_to(PACKAGE):
+            self._calls[file.relative_to(PACKAGE).as_posix(), frame.f_code.co_name] += 1
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        calls, self._calls = self._calls, None
-        if calls is not None:
-            found: Counter[tuple[str, str]] = Counter()
-            for code, count in calls.items():
-                if Path(code.co_filename).is_relative_to(PACKAGE):
-                    file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
-                    found[file, code.co_name] += count
-            self.steps.append(found)
-        if self._warm_up <= trainer.global_step < self._warm_up + WATCHED:
-            self._calls = Counter()
+        if self._calls is not None:
+            self.steps.append(self._calls)
+        is_watched = self._warm_up <= trainer.global_step < self._warm_up + WATCHED
+        self._calls = Counter() if is_watched else None
 
 
 def plain_step(executor: Any = "auto", devices: int = 4, warm_up: int = 60) -> Counter[Any]:
     """The calls of each function, by file and name, in one step."""
     data = torch.randn(4 * devices * (warm_up + WATCHED), 8)
     watch = Watch(warm_up)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=devices,
-        strategy=lightning_dp.DataParallelStrategy(executor=executor),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[watch],
-    )
+    strategy = lightning_dp.DataParallelStrategy(executor=executor)
+    options = {"accelerator": "cpu", "devices": devices, "max_epochs": 1, "callbacks": [watch]}
+    trainer = Trainer(strategy=strategy, **QUIET, **options)
     threading.setprofile(watch.count)  # for the workers, which start later
     sys.setprofile(watch.count)
     try:
@@ -124,9 +112,10 @@ class Net(TinyResNet50):
         return loss
 
 
-def timed(
-    steps: int, work: dict[str, Callable[[], float | None]], module: nn.Module
-) -> dict[str, Any]:
+Times = dict[str, tuple[float, float]]
+
+
+def timed(steps: int, work: dict[str, Callable[[], float | None]], module: nn.Module) -> Times:
     """Milliseconds of each, by turns; every step finds changed parameters and no gradients."""
     found: dict[str, list[float]] = {name: [] for name in work}
     for i in range(steps + 20):
@@ -153,7 +142,7 @@ def rebuild(module: nn.Module, k: int) -> None:
                 setattr(tree, name, tensor.detach())
 
 
-def overheads(k: int, steps: int) -> dict[str, Any]:
+def overheads(k: int = 4, steps: int = 60) -> Times:
     """What the engine and the drop-in take, and bare modules."""
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
     module, batch = Net(), torch.randn(2 * k, 3, 8, 8)
@@ -186,18 +175,16 @@ def overheads(k: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     """Counts or measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=60, help="that are timed")
     parser.add_argument("--executor", default="auto", help="auto, threads or inorder")
     parser.add_argument("--time", action="store_true", help="measure time instead")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if options.time:
-        for name, (middle, low) in overheads(options.devices, options.steps).items():
+        for name, (middle, low) in overheads().items():
             print(f"{name:36}{middle:8.2f} ms [{low:.2f}]")
         return
-    calls = plain_step(options.executor, options.devices)
+    calls = plain_step(options.executor)
     for (file, name), count in calls.most_common(60):
         print(f"{count:6}  {file}: {name}")
     print("\n" + "\n".join(f"{count:6}  {file}" for file, count in files_of(calls).most_common()))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -14,8 +11,8 @@ from torch import nn
 
 from lightning_dp.checkpointing.state_keys import match_keys, normalize_state_dict
 from lightning_dp.first_step import FirstCalls, Report, announce
-from lightning_dp.parallel.apply import EXECUTORS, ExecutorName, fewest_samples
-from lightning_dp.parallel.checks import check_choice, check_dim, check_module
+from lightning_dp.parallel.apply import EXECUTORS, ExecutorName
+from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
@@ -25,11 +22,11 @@ from lightning_dp.parallel.devices import (
     resolve_output_device,
 )
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.functional import gather, parallel_apply, replicate
+from lightning_dp.parallel.functional import check_is_on, gather, parallel_apply, replicate
 from lightning_dp.parallel.gather import Override, check_overrides
 from lightning_dp.parallel.reduce import BUFFERS, Buffers
 from lightning_dp.parallel.scatter import cut_for, infer_for, to_device
-from lightning_dp.parallel.split import OwnSplit, Planner, SplitPolicy, check_split, split_policy
+from lightning_dp.parallel.split import OwnSplit, SplitPolicy, check_split, even, split_policy
 from lightning_dp.parallel.torch_private import not_compiled
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -48,11 +45,11 @@ class DataParallel(nn.Module, Generic[Module]):
     on the CPU; and `state_dict()` has no prefix `module.`.
 
     A subclass may replace `scatter`, `replicate`, `parallel_apply` or `gather`. Its calls then go
-    through these four, as in `torch.nn.DataParallel`: with new replicas and threads in each call.
+    through these four, as in `torch.nn.DataParallel`: with an even split, and new replicas and
+    threads in each call.
 
     Args:
-        module: the module. If it does not lie on the first device when it is called, it is moved
-            there, with a warning.
+        module: the module, on the first device.
         device_ids: the devices, root first: ids of the machine's accelerator, names or
             `torch.device`; an entry may repeat (`["cpu"] * 4`). None for all accelerators of the
             machine, or the CPU if it has none.
@@ -76,7 +73,6 @@ class DataParallel(nn.Module, Generic[Module]):
             modules with compiled parts or more than 4 GiB of parameters out.
 
     Attributes:
-        first_call: what that check has found in the latest call that it looked at.
         last_sizes: samples per device in the latest call; () before the first.
         module: the module; its parameters are the ones to optimise.
         device_ids: the indices of the devices (of CPU devices, None).
@@ -111,7 +107,11 @@ class DataParallel(nn.Module, Generic[Module]):
         gather_overrides: Mapping[str, Override] | None = None,
         check_first_call: bool | Literal["auto"] = "auto",
     ) -> None:
-        check_module(module)
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"DataParallel: expected a torch.nn.Module, got {type(module).__qualname__}. "
+                "Wrap the module that computes the outputs."
+            )
         check_split(split, weights, is_timed=False)
         check_choice("check_first_call", check_first_call, ("auto", True, False))
         check_engine_options(dim, buffers, executor, gather_overrides)
@@ -124,41 +124,29 @@ class DataParallel(nn.Module, Generic[Module]):
         self.output_device = resolve_output_device(minus_one_is_cpu(output_device), self.devices)
         self.dim = dim
         self.last_sizes: tuple[int, ...] = ()
-        self._options: dict[str, Any] = {
-            "output_device": self.output_device,
-            "dim": dim,
-            "is_call_arguments": True,
-            "buffers": buffers,
-            "executor": executor,
-            "overrides": gather_overrides,
-        }
         self._split, self._weights = split, weights
         self._policy()  # raises for a wrong number of weights
+        self._options = {"buffers": buffers, "executor": executor, "overrides": gather_overrides}
         self._check_first_call: bool | Literal["auto"] = check_first_call
         self._reports: list[Report] = []
         self._engine: ForwardParallel | None = None
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch's
-
-    @property
-    def first_call(self) -> Report | None:
-        """What `check_first_call` has found; None before the first call."""
-        return self._reports[-1] if self._reports else None
+        if len(self.devices) == 1:
+            module.to(self.src_device_obj)
 
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module(*inputs, **kwargs)` returns, computed on all devices."""
         if self._identity != id(self):  # a wrapper around this one has replicated it
             return self.module(*inputs, **kwargs)
-        self._move_module()
-        if any(
-            name in vars(self) or getattr(type(self), name) is not getattr(DataParallel, name)
-            for name in STAGES
-        ):
+        check_is_on(self.module, self.src_device_obj)
+        own, base = vars(self), DataParallel
+        if any([s in own or getattr(type(self), s) is not getattr(base, s) for s in STAGES]):
             return self._forward_by_stages(inputs, kwargs)
         if len(self.devices) == 1:
-            args, options = to_device((inputs, kwargs), self.devices[0])
-            return to_device(self.module(*args, **options), self.output_device)
+            inputs, kwargs = to_device((inputs, kwargs), self.src_device_obj)
+            return to_device(self.module(*inputs, **kwargs), self.output_device)
         if self._engine is None:
             self._engine = self._make_engine()
         with self._engine.turn, self._engine.spreading():
@@ -166,16 +154,30 @@ class DataParallel(nn.Module, Generic[Module]):
             self.last_sizes = self._engine.last_sizes
             return output
 
+    @property
+    def first_call(self) -> Report | None:
+        """What `check_first_call` has found in the latest call that it looked at."""
+        return self._reports[-1] if self._reports else None
+
     def _make_engine(self) -> ForwardParallel:
-        make = partial(_engine, self.module, self.devices, self._options)
-        engine = make(self._policy())
+        # Nothing here refers to the wrapper: its threads end as soon as nobody uses it.
+        make = partial(
+            ForwardParallel,
+            self.module,
+            self.devices,
+            output_device=self.output_device,
+            dim=self.dim,
+            is_call_arguments=True,
+            **self._options,
+        )
+        engine = make(split=self._policy())
         if self._check_first_call:
-            is_asked = self._check_first_call is True
+            asked = self._check_first_call is True
             engine.first_calls = FirstCalls(
-                partial(make, executor="inorder"),
+                lambda split: make(split=split, executor="inorder"),
                 "check_first_call",
-                always=is_asked,
-                report=partial(_announce, self._reports, is_asked),
+                always=asked,
+                report=partial(_announce, self._reports, asked),
             )
         return engine
 
@@ -183,37 +185,24 @@ class DataParallel(nn.Module, Generic[Module]):
         capacities = partial(memory_capacities, self.devices)
         return split_policy(self._split, self._weights, self.devices, capacities)
 
-    # The stages, for subclasses. Arguments come in two sequences, positional and named ones, with
-    # an entry per device. Of devices without samples those at the end have no entry, the others
-    # have None.
+    # The stages, for subclasses: arguments come in two sequences, positional and named ones, with
+    # an entry for each device that has samples.
 
     def scatter(
         self, inputs: Any, kwargs: Any, device_ids: Sequence[DeviceLike | None]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Cuts the arguments of a call; evenly, if they are not for all devices."""
-        devices, kwargs = _resolved(device_ids), kwargs or {}
-        arguments = {**dict(enumerate(inputs)), **kwargs}
+        """Cuts the arguments of a call evenly and moves them; to the first device if uncuttable."""
+        arguments = {**dict(enumerate(inputs)), **(kwargs or {})}
         inferred = infer_for(self.module, arguments, self.dim, is_call_arguments=True)
         if inferred.size:
-            is_even = devices != self.devices
-            policy = split_policy("even", None, devices) if is_even else self._policy()
-            least = partial(fewest_samples, self.module)
-            plan = Planner(len(devices), policy).plan(
-                inferred.size, list, training=self.training, least=least
-            )
-            self.last_sizes = plan.sizes
-            parts = cut_for(self.module, arguments, inferred, plan.sizes, self.dim)
+            sizes = even(inferred.size, len(device_ids))
+            self.last_sizes = tuple(size for size in sizes if size)
+            parts = cut_for(self.module, arguments, inferred, self.last_sizes, self.dim)
         else:
             self.last_sizes, parts = (1,), [arguments]
-        while parts[-1] is None:
-            parts.pop()
-        args: list[Any] = []
-        named: list[Any] = []
-        for part, device in zip(parts, devices, strict=False):
-            moved = None if part is None else to_device(part, device)
-            args.append(None if moved is None else tuple(moved[i] for i in range(len(inputs))))
-            named.append(None if moved is None else {name: moved[name] for name in kwargs})
-        return tuple(args), tuple(named)
+        moved = list(map(to_device, parts, _resolved(device_ids)))
+        args = tuple(tuple(part.pop(i) for i in range(len(inputs))) for part in moved)
+        return args, tuple(moved)
 
     def replicate(self, module: Any, device_ids: Sequence[DeviceLike | None]) -> list[Any]:
         """A module on these devices; without gradients its replicas are detached."""
@@ -225,28 +214,17 @@ class DataParallel(nn.Module, Generic[Module]):
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """Joins the outputs, see `lightning_dp.gather`; 0-dim ones are stacked."""
-        sizes = self.last_sizes[: len(outputs)]
-        is_known = len(sizes) == len(outputs) and sum(sizes) == sum(self.last_sizes)
-        return gather(
-            outputs,
-            output_device,
-            self.dim,
-            sizes=sizes if is_known else None,
-            scalars="stack",
-            overrides=self._options["overrides"],
-        )
+        return gather(outputs, output_device, self.dim, scalars="stack")
 
     def _forward_by_stages(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._split in ("adaptive", "cost") or self._options["buffers"] != "first":
+        has_split = self._split != "even" or self._weights is not None
+        if has_split or list(self._options.values()) != ["first", "auto", None]:
             raise ValueError(
-                f"{type(self).__qualname__}: expected a split by numbers and buffers='first', as "
-                f"it replaces stages of DataParallel, got split={self._split!r} and "
-                f"buffers={self._options['buffers']!r}. Leave these options out."
+                f"{type(self).__qualname__}: expected no option but device_ids, output_device and "
+                "dim, as it replaces stages of DataParallel, got split, weights, buffers, executor "
+                "or gather_overrides. Leave these out, and do their work in the stages."
             )
-        self.last_sizes = ()  # `scatter` sets it, unless the subclass's cuts in its own way
         args, named = self.scatter(inputs, kwargs, self.device_ids)
-        if not args and not named:
-            args, named = ((),), ({},)
         if len(self.device_ids) == 1:
             return to_device(self.module(*args[0], **named[0]), self.output_device)
         replicas = self.replicate(self.module, self.device_ids[: len(args)])
@@ -258,12 +236,6 @@ class DataParallel(nn.Module, Generic[Module]):
         """Ends the worker threads; a later call starts new ones."""
         if self._engine is not None:
             self._engine.close()
-
-    def __del__(self) -> None:
-        """As `close`. A finalizer would hold the engine, and with it what holds this wrapper."""
-        engine, identity = map(self.__dict__.get, ("_engine", "_identity"))
-        if engine and identity == id(self) and not sys.is_finalizing():  # a replica has it, too
-            self.close()
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The module's own state, without the prefix `module.`."""
@@ -284,18 +256,6 @@ class DataParallel(nn.Module, Generic[Module]):
         """A copy is a wrapper of its own."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._identity = id(self)
-
-    def _move_module(self) -> None:
-        root = self.devices[0]
-        tensors = chain(self.module.parameters(), self.module.buffers())
-        elsewhere = next((t.device for t in tensors if t.device != root), None)
-        if elsewhere is not None:
-            warnings.warn(
-                f"DataParallel: expected the module on {root}, its first device, got a part of "
-                f"it on {elsewhere}: moved to {root}. Call module.to({str(root)!r}) yourself.",
-                stacklevel=4,
-            )
-            self.module.to(root)
 
 
 def data_parallel(
@@ -339,19 +299,6 @@ def check_engine_options(
     check_choice("buffers", buffers, BUFFERS)
     check_choice("executor", executor, EXECUTORS)
     check_overrides(overrides, "gather_overrides")
-
-
-# Functions, since bound methods would keep the wrapper alive as long as its engine.
-
-
-def _engine(
-    module: nn.Module,
-    devices: Sequence[torch.device],
-    options: dict[str, Any],
-    split: SplitPolicy,
-    **others: Any,
-) -> ForwardParallel:
-    return ForwardParallel(module, devices, split=split, **{**options, **others})
 
 
 def _announce(reports: list[Report], asked: bool, report: Report) -> None:

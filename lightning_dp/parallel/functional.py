@@ -11,11 +11,21 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.apply import Executor, Task
-from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.devices import CPU, DeviceLike, resolve_devices
 from lightning_dp.parallel.gather import gather as gather
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import scatter as scatter
 from lightning_dp.parallel.torch_private import buffer_table
+
+
+def check_is_on(module: nn.Module, device: torch.device) -> None:
+    """Raises a ValueError unless all of the module lies on a device."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.device != device:
+            raise ValueError(
+                f"Expected the module on {device}, the first device, got {name!r} on "
+                f"{tensor.device}. Call module.to({str(device)!r}) first."
+            )
 
 
 def replicate(
@@ -34,9 +44,6 @@ def replicate(
         detach: whether no gradient is to go through them. Then no replica is the module itself;
             on the first device parameters and buffers are still the module's memory.
 
-    Returns:
-        One module per device.
-
     Raises:
         ValueError: there is no such device, the module lies elsewhere, or a submodule cannot be
             replicated.
@@ -50,26 +57,16 @@ def replicate(
         >>> net.weight.grad
         tensor([[3., 3.]])
     """
-    resolved = resolve_devices(devices)
-    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if tensor.device != resolved[0]:
-            raise ValueError(
-                f"Expected the module on {resolved[0]}, the first device, got {name!r} on "
-                f"{tensor.device}. Call module.to({str(resolved[0])!r}) first."
-            )
-    if detach:
-        return _detached(module, resolved)
-    replicas = Replicas(module, resolved)
-    replicas.connect(range(len(resolved)), after_backward=lambda: None)
-    return replicas.modules
-
-
-def _detached(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    replicas = Replicas(module, [devices[0], *devices])
+    places = resolve_devices(devices)
+    check_is_on(module, places[0])
+    if not detach:
+        replicas = Replicas(module, places)
+        replicas.connect(range(len(places)), after_backward=lambda: None)
+        return replicas.modules
+    replicas = Replicas(module, [places[0], *places])
     for parameter in chain.from_iterable(replicas.parameters[1:]):
         parameter.requires_grad_(False)
-    root, first = replicas.submodules[:2]
-    for original, twin in zip(root, first, strict=True):
+    for original, twin in zip(*replicas.submodules[:2], strict=True):
         buffer_table(twin).update(buffer_table(original))
     return replicas.modules[1:]
 
@@ -106,26 +103,22 @@ def parallel_apply(
         >>> outputs[0].shape, outputs[1]
         (torch.Size([3, 1]), None)
     """
-    keywords = [None] * len(replicas) if kwargs is None else list(kwargs)
-    if not len(replicas) == len(inputs) == len(keywords):
-        raise ValueError(
-            f"Expected as many inputs and kwargs as replicas, got {len(replicas)} replicas, "
-            f"{len(inputs)} inputs and {len(keywords)} kwargs. Give None to idle replicas."
-        )
+    named = [None] * len(replicas) if kwargs is None else list(kwargs)
     places = list(map(_device_of, replicas)) if devices is None else resolve_devices(devices)
-    if len(places) != len(replicas):
+    if not len(replicas) == len(inputs) == len(named) == len(places):
         raise ValueError(
-            f"Expected as many devices as replicas, got {len(places)} and {len(replicas)}. Name "
-            "each replica's device, or leave them out."
+            f"Expected one input, kwargs and device per replica, got {len(replicas)} replicas, "
+            f"{len(inputs)} inputs, {len(named)} kwargs and {len(places)} devices. Give None to "
+            "idle replicas."
         )
     tasks = []
-    for k, (replica, positional, named) in enumerate(zip(replicas, inputs, keywords, strict=True)):
-        if positional is not None:
-            args = positional if isinstance(positional, tuple) else (positional,)
-            call = partial(replica, *args, **(named or {}))
+    for k, (replica, given) in enumerate(zip(replicas, inputs, strict=True)):
+        if given is not None:
+            args = given if isinstance(given, tuple) else (given,)
+            call = partial(replica, *args, **(named[k] or {}))
             tasks.append(Task(k, places[k], call, lambda: ", forward"))
     outputs: list[Any] = [None] * len(replicas)
-    executor = Executor(places or [torch.device("cpu")], "threads")
+    executor = Executor(places or [CPU], "threads")
     try:
         for task, output in zip(tasks, executor.run("forward", tasks), strict=True):
             outputs[task.replica] = output
@@ -136,4 +129,4 @@ def parallel_apply(
 
 def _device_of(module: nn.Module) -> torch.device:
     tensors = chain(module.parameters(), module.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors), CPU)

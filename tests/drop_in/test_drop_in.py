@@ -22,11 +22,9 @@ import pytest
 import torch
 from support.device_kinds import accelerator_count, on_accelerators, on_separate
 from support.forward_twins import (
-    CHECKPOINTED,
     EXACT,
     inputs,
     law,
-    layers,
     perceptron,
     said,
     wrapping,
@@ -35,8 +33,8 @@ from support.oracle import accelerator, are_separate, assert_equal_trees, device
 from support.waiting import soon, tensors
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_flatten
 
-import lightning_dp.parallel.devices
 from lightning_dp import DataParallel, data_parallel
 from lightning_dp.parallel.split import chunk, even
 
@@ -91,8 +89,6 @@ for _options in (
 ):
     _id = f"training {_options}"
     LAWS.append(pytest.param(perceptron, partial(train, optimizer="AdamW"), _options, id=_id))
-for _way, _use in CHECKPOINTED.items():
-    LAWS.append(pytest.param(layers, _use, {"k": 4}, id=f"checkpoint, {_way}"))
 
 
 class Calls(nn.Linear):
@@ -106,105 +102,71 @@ class Calls(nn.Linear):
         return self.call(super().forward, *args, **kwargs)
 
 
-@law(LAWS, perceptron)
-def updates_through_data(net: nn.Module) -> Any:
-    outputs = []
-    for seed in range(4):
-        y = net(inputs(seed=seed))
-        y.square().mean().backward()
-        for p in net.parameters():
-            p.data.add_(p.grad.data, alpha=-0.1)
-            p.data.clamp_(-0.4, 0.4)
-            p.grad.data.zero_()
-        outputs.append(y.detach())
-    return outputs
-
-
-@law(LAWS, lambda: nn.GRU(3, 4), dim=1)
-def samples_along_dim_1(net: nn.Module) -> Any:
-    y, state = net(inputs(5, 21).view(5, 7, 3))
-    (y.exp().mean() + state.square().sum()).backward()
-    return y.detach(), state.detach()
-
-
-def _scaled(layer: Any, x: Tensor, scale: Any = 1.0, other: Any = 0.0, flag: str = "") -> Tensor:
-    return layer(x) * scale + other
-
-
-@law(LAWS, lambda: Calls(_scaled))
-def numbers_names_and_tensors_without_dimensions(net: nn.Module) -> Any:
-    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    y = net(inputs(7), scale, other=inputs(7, 3, seed=2))
-    y.exp().sum().backward()
-    two = net(inputs(2), scale=3.0, flag="a")  # fewer samples than devices
-    return y.detach(), scale.grad, two, net(x=inputs(5), other=1)
-
-
-@law(LAWS, lambda: Calls(lambda layer, batch: layer(batch["data"])))
-def something_empty_beside(net: nn.Module) -> Any:
-    return [net(batch={"data": inputs(), "unused": unused}) for unused in ([], {}, ())]
-
-
-@law(LAWS, lambda: Calls(lambda layer: layer(layer.__self__.weight.new_ones(5, 4))))
-def no_inputs(net: nn.Module) -> Any:
-    return net()
-
-
-@law(LAWS, lambda: Calls(lambda layer, pair: layer(pair[0]) - layer(pair[1])))
-def lists_and_tuples_are_columns(net: nn.Module) -> Any:
-    columns = [(inputs(n), inputs(n, seed=2)) for n in (1, 2, 3, 8)]
-    return [net(kind(pair)) for pair in columns for kind in (list, tuple)]
-
-
-def _nested(layer: Any, x: Tensor) -> Any:
-    return [x, (x.sin(), [x.add(1)]), OrderedDict(a=x, b=[layer(x)])]
-
-
-@law(LAWS, lambda: Calls(_nested))
-def nested_outputs_keep_their_types(net: nn.Module) -> Any:
-    found = [net(inputs(n)) for n in (2, 5)]
-    return found, [[type(y), type(y[1]), type(y[1][1]), type(y[2])] for y in found]
-
-
-@law(LAWS, lambda: Calls(lambda layer, x, names: (layer(x), [n.upper() for n in names[: len(x)]])))
-def lists_of_str(net: nn.Module) -> Any:
-    return net(inputs(5), list("abcde"))
-
-
-@law(LAWS, lambda: Calls(lambda layer, x, value: {"y": layer(x), "value": value}))
-def outputs_that_are_no_tensors(net: nn.Module) -> Any:
-    found = [net(inputs(), value)["value"] for value in (2.5, True, "text", None)]
-    return found, list(map(type, found))
-
-
 @dataclass(frozen=True)
 class Batch:
     x: Tensor
     scale: float
 
 
-@law(LAWS, lambda: Calls(lambda layer, batch: Batch(layer(batch.x) * batch.scale, batch.scale)))
-def dataclasses(net: nn.Module) -> Any:
-    output = net(Batch(inputs(5), 2.0))
-    return type(output), output.x, output.scale
+def _scaled(layer: Any, x: Tensor, scale: Any = 1.0, other: Any = 0.0, flag: str = "") -> Tensor:
+    return layer(x) * scale + other
 
 
-class Unused(nn.Module):
-    """One of its layers has no part in the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.used(x)
+def _nested(layer: Any, x: Tensor) -> Any:
+    return [x, (x.sin(), [x.add(1)]), OrderedDict(a=x, b=[layer(x)])]
 
 
-@law(LAWS, Unused)
-def unused_parameters_keep_none(net: nn.Module) -> Any:
-    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5)
-    net(inputs()).square().sum().backward()
-    optimizer.step()
+SCALE = torch.tensor(2.0, dtype=torch.float64)
+COLUMNS = [(inputs(n), inputs(n, seed=2)) for n in (1, 2, 3, 8)]
+ARGUMENTS: dict[str, tuple[Callable[..., Any], list[tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+    "numbers, names, 0-dim tensors, few samples": (
+        _scaled,
+        [
+            ((inputs(7), SCALE), {"other": inputs(7, 3, seed=2)}),
+            ((inputs(2),), {"scale": 3.0, "flag": "a"}),
+            ((), {"x": inputs(5), "other": 1}),
+        ],
+    ),
+    "something empty beside": (
+        lambda layer, batch: layer(batch["data"]),
+        [(({"data": inputs(), "unused": unused},), {}) for unused in ([], {}, ())],
+    ),
+    "none": (lambda layer: layer(layer.__self__.weight.new_ones(5, 4)), [((), {})]),
+    "lists and tuples are columns": (
+        lambda layer, pair: layer(pair[0]) - layer(pair[1]),
+        [((kind(pair),), {}) for pair in COLUMNS for kind in (list, tuple)],
+    ),
+    "outputs keep their types": (_nested, [((inputs(n),), {}) for n in (2, 5)]),
+    "lists of str": (
+        lambda layer, x, names: (layer(x), [name.upper() for name in names]),
+        [((inputs(5), list("abcde")), {})],
+    ),
+    "outputs that are no tensors": (
+        lambda layer, x, value: {"y": layer(x), "value": value},
+        [((inputs(), value), {}) for value in (2.5, True, "text", None)],
+    ),
+    "dataclasses": (
+        lambda layer, batch: Batch(layer(batch.x) * batch.scale, batch.scale),
+        [((Batch(inputs(5), 2.0),), {})],
+    ),
+}
+
+
+def called(net: nn.Module, calls: Any) -> Any:
+    """What the calls return, and the types of it; each is trained a little."""
+    found = []
+    for args, kwargs in calls:
+        output = net(*args, **kwargs)
+        parts, structure = tree_flatten(vars(output) if isinstance(output, Batch) else output)
+        sum(p.exp().sum() for p in parts if isinstance(p, Tensor)).backward()
+        values = [p.detach() if isinstance(p, Tensor) else p for p in parts]
+        found.append((str(structure), list(map(type, [output, *parts])), values))
+    return found
+
+
+for _id, (_call, _calls) in ARGUMENTS.items():
+    _use = partial(called, calls=_calls)
+    LAWS.append(pytest.param(partial(Calls, _call), _use, {}, id=f"arguments: {_id}"))
 
 
 class Recurrent(nn.Module):
@@ -222,14 +184,6 @@ def recurrent_layers_that_flatten_their_weights(net: nn.Module) -> Any:
     with torch.no_grad():
         net(inputs())
     return train(net, "SGD")
-
-
-@law(LAWS, lambda: nn.Linear(4, 1))
-def a_gradient_penalty(net: nn.Module) -> Any:
-    x = inputs().requires_grad_()
-    y = net(x)
-    (slope,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
-    (slope.square().sum() + y.mean()).backward()
 
 
 class Complex(nn.Module):
@@ -259,24 +213,6 @@ def zero_grad_in_a_forward(net: nn.Module) -> Any:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         for seed in range(3):
             net(inputs(8, seed=seed)).exp().sum().backward()
-
-
-class Rows(nn.Module):
-    """Lists and dicts of parameters, and a buffer that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.ParameterList([torch.randn(4) for _ in range(3)])
-        self.named = nn.ParameterDict({"a": torch.randn(4), "b": torch.randn(4)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert len(list(self.parameters())) == 5
-        return sum(x * row for row in self.rows) + self.named["a"] * self.named["b"] * x
-
-
-@law(LAWS, Rows)
-def lists_and_dicts_of_parameters(net: nn.Module) -> Any:
-    net(inputs(9)).exp().sum().backward()
 
 
 class Conditioned(nn.Linear):
@@ -390,17 +326,10 @@ def test_a_wrapper_inside_of_a_wrapped_module(wrap: Any) -> None:
     assert_equal_trees(actual, [p.grad for p in one.parameters()], "gradients", **EXACT)
 
 
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
-def test_autocast_keeps_its_dtype(wrap: Any, executor: str) -> None:
-    class Watching(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            assert y.dtype == torch.bfloat16
-            return y
-
-    net = Watching(4, 3)
+def test_autocast_keeps_its_dtype(wrap: Any) -> None:
+    net = nn.Linear(4, 3)
     one = copy.deepcopy(net)
-    wrapper = wrap(net, executor=executor)
+    wrapper = wrap(net, executor="threads")
     outputs = []
     for kind, module in ((accelerator(), wrapper), ("cpu", one)):
         with torch.autocast(kind, dtype=torch.bfloat16):
@@ -434,26 +363,6 @@ def test_evaluation_keeps_the_mode_and_follows_training(wrap: Any, mode: Any) ->
                 [p.sub_(0.1 * p.grad) for p in module.parameters()]
     assert_equal_trees(wrapper(inputs()), one(inputs()), "outputs", **EXACT)
     assert_same_module(wrapper, one)
-
-
-@pytest.mark.parametrize("buffers", ["first", "mean"])
-def test_running_statistics_are_seen_by_evaluation_and_in_state_dicts(
-    wrap: Any, buffers: str
-) -> None:
-    one, net = pair(lambda: nn.BatchNorm1d(4))
-    wrapper = wrap(net, k=2, buffers=buffers)
-    with torch.no_grad():  # as torch.optim.swa_utils.update_bn does
-        for seed in range(3):
-            x = inputs(8, seed=seed)
-            wrapper(x)
-            first, second = copy.deepcopy(one), copy.deepcopy(one)
-            first(x[:4]), second(x[4:])
-            one.load_state_dict(first.state_dict())
-            if buffers == "mean":
-                one.running_mean.lerp_(second.running_mean, 0.5)
-                one.running_var.lerp_(second.running_var, 0.5)
-            assert_same_module(wrapper, one)
-        assert_equal_trees(wrapper.eval()(x), one.eval()(x), "outputs", **EXACT)
 
 
 @pytest.mark.parametrize(("split", "sizes"), [("even", even), ("chunk", chunk)])
@@ -510,22 +419,16 @@ def test_inputs_and_outputs_may_be_anywhere(wrap: Any, output_device: Any, place
 
 
 @on_accelerators
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_module_elsewhere_is_moved_with_a_warning_and_keeps_its_parameters(
-    on: str, k: int
-) -> None:
+def test_a_module_elsewhere_is_refused_and_moved_to_a_single_device(on: str) -> None:
+    """As nn.DataParallel does."""
     one, net = pair()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    wrapper = DataParallel(net, devices_of(k), output_device="cpu")
-    with pytest.warns(UserWarning, match=r"expected the module on (\w+:0).*on cpu: moved to \1"):
-        wrapper(inputs()).square().sum().backward()
+    wrapper = DataParallel(net, devices_of(3), output_device="cpu")
+    with pytest.raises(ValueError, match=r"Expected the module on \w+:0.*got '0.weight' on cpu"):
+        wrapper(inputs())
+    wrapper = DataParallel(net, devices_of(1), output_device="cpu")
+    wrapper(inputs()).square().sum().backward()
     one(inputs()).square().sum().backward()
     assert_same_module(wrapper, one)
-    optimizer.step()
-    torch.optim.SGD(one.parameters(), lr=0.1).step()
-    assert_same_module(wrapper, one)
-    wrapper(inputs())  # warns no more
-    wrapper.close()
 
 
 # State: whichever wrapper saved it
@@ -730,7 +633,6 @@ def test_calls_that_are_refused(make: Any, args: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (torch.optim.SGD([torch.ones(1)]), {}, r"got an optimizer\. Optimizers need no wrapping"),
         (len, {}, r"expected a torch\.nn\.Module, got builtin"),
         (perceptron(), {"device_ids": []}, "device_ids: expected at least one"),
         (perceptron(), {"device_ids": "cpu"}, "device_ids: expected a list"),
@@ -745,11 +647,3 @@ def test_calls_that_are_refused(make: Any, args: Any, message: str) -> None:
 def test_unusable_options_are_refused_at_once(module: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError if isinstance(module, nn.Module) else TypeError, match=message):
         DataParallel(module, **{"device_ids": ["cpu"] * 2, **options})
-
-
-def test_ids_on_a_machine_without_accelerators_are_refused(monkeypatch: Any) -> None:
-    """In nn.DataParallel the module is used as it is, on one device, without a word."""
-    monkeypatch.setattr(lightning_dp.parallel.devices, "accelerator_type", lambda: None)
-    with pytest.raises(ValueError, match=r"device_ids\[0\]: expected 'cpu', since this machine"):
-        DataParallel(nn.Linear(1, 1), device_ids=[0, 1])
-    assert DataParallel(nn.Linear(1, 1)).devices == [CPU]

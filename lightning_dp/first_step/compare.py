@@ -1,35 +1,64 @@
-"""The values that a call computed, by name, and how far those of two calls are apart."""
+"""What is compared, how closely, and in which words a difference is reported."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.scatter import tree
+from lightning_dp.parallel.split import Sizes
+
+log = logging.getLogger("lightning_dp")
+
+NAMES = {
+    "loss": "the loss",
+    "gradient": "the gradient of {}",
+    "log": "self.log({!r})",
+    "output": "output{}",
+    "list": "the items of {}",
+    "state": "{}",
+    "buffer": "buffer {}",
+    "parameter": "parameter {}",
+    "logger": "calls of self.logger.{}",
+    "option": "option {}",
+}
+"""The kinds of values that are compared, as a message names and orders them."""
+
+KNOWN = ("batch norm", "random")
+"""Causes that every data-parallel trainer has: one line at INFO, no warning."""
+
+UNCHANGED = "not set"
+"""Stands for a missing value: this call did not write it."""
+
+_SHOWN = 4
+"""Values of one kind that a message lists; of gradients it lists one."""
 
 
 class Key(NamedTuple):
-    """One value of a call; for its kinds see `report.NAMES`."""
+    """One value of a call: its kind, one of `NAMES`, and which of that kind."""
 
     kind: str
     name: str = ""
 
 
-UNCHANGED = "not set"
-"""Stands for a missing value: this call did not write it."""
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """All values of one call, on the CPU; a gradient is None where a parameter has none."""
+    """All values of one call, on the CPU; a gradient is None where a parameter has none.
+
+    `python_draws` is the state of the generators of Python and NumPy after the call.
+    """
 
     values: dict[Key, Any]
+    python_draws: bytes = b""
 
     @property
     def loss(self) -> float | None:
@@ -51,6 +80,9 @@ class Outcome:
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are finite."""
         return math.isfinite(self.loss or 0.0) and math.isfinite(self.gradient_norm)
+
+
+# How closely
 
 
 def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
@@ -101,10 +133,9 @@ def distance(a: Any, b: Any, eps: float = 0.0, floor: float = 0.0) -> float:
 
 def _is_number(value: Any) -> bool:
     """Whether it is a number, a tensor, or a NumPy array or scalar of numbers or truth values."""
-    if isinstance(value, Tensor | float | int):
-        return True
     is_numpy = type(value).__module__ == "numpy"
-    return is_numpy and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
+    is_of_numbers = is_numpy and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
+    return is_of_numbers or isinstance(value, Tensor | float | int)
 
 
 def _numbers_apart(a: Tensor, b: Tensor, eps: float, floor: float) -> float:
@@ -124,6 +155,9 @@ def _numbers_apart(a: Tensor, b: Tensor, eps: float, floor: float) -> float:
     if off <= eps**0.5 * scale + floor:
         return 0.0
     return off / scale if scale else math.inf
+
+
+# What the shards' losses and gradients add up to
 
 
 def weighted_sum(outcomes: Sequence[Outcome], weights: Sequence[float]) -> Outcome:
@@ -156,3 +190,106 @@ def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
     target = torch.tensor([dot(a, whole) for a in parts], dtype=torch.float64)
     solution: list[float] = (torch.linalg.pinv(gram, hermitian=True) @ target).tolist()
     return solution
+
+
+# In which words
+
+
+class Difference(NamedTuple):
+    """One value that a split call does not have in common with one device."""
+
+    key: Key
+    alone: Any
+    split: Any
+
+    def text(self, devices: int) -> str:
+        """Both values, as far as they fit a line."""
+        name = NAMES[self.key.kind].format(self.key.name)
+        alone, split = _short(self.alone), _short(self.split)
+        return f"{name}: {alone} on one device, {split} on {devices} devices"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the comparison of a call on one device and split over several has found.
+
+    Attributes:
+        option: the option that asks for the check, for messages.
+        name: what was called.
+        sizes: how many samples each device had.
+        differences: the values that differ, beyond rounding and chance.
+        causes: why, each with what to write instead; those in `KNOWN` are no mistake.
+        skipped: why nothing was compared; empty if it was.
+        raised: whether that was an error in the check.
+    """
+
+    option: str = "check_first_step"
+    name: str = ""
+    sizes: Sizes = ()
+    differences: Sequence[Difference] = ()
+    causes: dict[str, str] = field(default_factory=dict)
+    skipped: str = ""
+    raised: bool = False
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both gave the same numbers, but for what every data-parallel trainer has."""
+        return not (self.skipped or self.differences)
+
+    @property
+    def known(self) -> list[str]:
+        """The causes that are no mistake."""
+        return [text for cause, text in self.causes.items() if cause in KNOWN]
+
+    def __str__(self) -> str:
+        """The message, one line or one with a list."""
+        if self.skipped:
+            return f"{self.option}: {self.name} was not compared with one device: {self.skipped}"
+        used = [size for size in self.sizes if size]
+        cut = f"the first {sum(used)} samples, split as {', '.join(map(str, used))}"
+        if not self.differences:
+            same = f"{self.option}: {self.name} gives the numbers of one device on {cut}"
+            return same + "".join(f"; but: {text.rstrip('.')}" for text in self.known) + "."
+        lines = [f"{self.option}: on {cut}, {self.name} does not give the numbers of one device."]
+        lines += [text for cause, text in self.causes.items() if cause not in KNOWN]
+        for kind, group in groupby(self.differences, lambda difference: difference.key.kind):
+            differences = list(group)
+            shown = differences[: 1 if kind == "gradient" else _SHOWN]
+            lines += [difference.text(len(used)) for difference in shown]
+            if len(differences) > len(shown):
+                lines[-1] += f"; and {len(differences) - len(shown)} more"
+        return "\n- ".join(lines + self.known) + f"\n({self.option}=False turns this check off.)"
+
+
+def announce(
+    report: Report, *, asked: bool, info: Callable[[str], object] = log.info, stacklevel: int = 3
+) -> None:
+    """Warns of a difference; says the rest at INFO or DEBUG.
+
+    Args:
+        report: the report.
+        asked: whether the user asked for the check; else its success is not worth a line at INFO.
+        info: says a line at INFO.
+        stacklevel: of the caller, for the warning.
+    """
+    if report.differences:
+        warnings.warn(str(report), stacklevel=stacklevel)
+    elif asked or report.raised or report.known:
+        info(str(report))
+    else:
+        log.debug("%s", report)
+
+
+def _short(value: Any) -> str:
+    """A value, at most as long as a few words."""
+    if value is UNCHANGED:
+        return UNCHANGED
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, Tensor):
+        norm = f", norm {float(value.double().norm()):.9g}" if value.is_floating_point() else ""
+        return f"shape {tuple(value.shape)}{norm}"
+    if isinstance(value, list | tuple | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = f"{value:.9g}" if isinstance(value, float) else repr(value)
+    return text if len(text) < 60 else text[:57] + "..."

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -12,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_dp.first_step.call import Call, copied, is_checking
 from lightning_dp.first_step.causes import check
-from lightning_dp.first_step.report import Report
-from lightning_dp.first_step.runner import Call, is_checking
+from lightning_dp.first_step.compare import Report
 from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.parallel.apply import fewest_samples
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.scatter import to_device, tree
-from lightning_dp.parallel.split import Sizes, is_fixed
+from lightning_dp.parallel.split import Sizes, fitted, is_fixed, weighted
 from lightning_dp.parallel.torch_private import is_in_backward, saved_tensors_functions
 
 SAMPLES = 3
@@ -38,7 +37,7 @@ class FirstCalls:
         option: the option that asks for the check, for messages.
         always: whether also modules are checked that `"auto"` leaves out.
         report: receives each report.
-        make_call: makes what is checked, as `ForwardCall`.
+        around: what is recorded and put back around a call, see `Call`.
     """
 
     def __init__(
@@ -48,10 +47,10 @@ class FirstCalls:
         *,
         always: bool,
         report: Callable[[Report], object],
-        make_call: Callable[..., Call] | None = None,
+        around: Mapping[str, Any] | None = None,
     ) -> None:
         self._make_engine, self._option, self._always = make_engine, option, always
-        self._report, self._make_call = report, make_call or ForwardCall
+        self._report, self._around = report, around or {}
         self._seen: set[tuple[str, bool]] = set()
 
     def before(
@@ -75,8 +74,8 @@ class FirstCalls:
         else:
 
             def make_call() -> Call:
-                check_engine = self._make_engine(lambda n: sizes)
-                return self._make_call(check_engine, path, num_args, part, sizes)
+                own = self._make_engine(lambda n: sizes)
+                return ForwardCall(path, num_args, own, sizes, part, **self._around)
 
             report = check(make_call, replace(report, sizes=sizes))
         self._seen.add(kind)
@@ -86,34 +85,33 @@ class FirstCalls:
 class ForwardCall(Call):
     """The call of `forward` of a submodule; in training the backward of a weighted sum of outputs.
 
-    The first `num_args` of its arguments are by position, the others by name.
+    Its batch are the arguments: the first `num_args` by position, the others by name.
     """
 
+    engine: ForwardParallel
     reports_loss = False
+    _returned: Any = None
 
-    def __init__(
-        self, engine: ForwardParallel, path: str, num_args: int, arguments: Any, sizes: Sizes
-    ) -> None:
-        self.module, self.engine, self.sizes = engine.module, engine, sizes
-        self._forward, self._path, self._num_args = engine, path, num_args
-        self._arguments, self._returned = arguments, None
+    def __init__(self, path: str, num_args: int, engine: ForwardParallel, *args: Any, **kw: Any):
+        super().__init__(engine.module, engine, *args, **kw)
+        self._path, self._num_args = path, num_args
 
-    def alone(self, shard: int | None) -> Any:
-        """Calls `forward` on the root."""
-        arguments = copied(self._arguments)
-        if shard is not None:
-            arguments = self.engine.cut(arguments, self.sizes)[shard]
-        call = SpreadCall(self._forward, self._path, self._num_args, training=False)
-        output = call.on_replica(self.module, to_device(arguments, self.engine.devices[0]))
-        if shard is None:
+    def transfer(self, batch: Any) -> Any:
+        """Moves the arguments."""
+        return to_device(batch, self.engine.devices[0])
+
+    def on_root(self, batch: Any) -> Any:
+        """Calls `forward`."""
+        call = SpreadCall(self.engine, self._path, self._num_args, training=False)
+        output = call.on_replica(self.module, batch)
+        if self._returned is None:  # the first run is that of the whole batch
             self._returned = copy_to_cpu(output)
         return output
 
-    def split(self) -> Any:
+    def split(self, batch: Any) -> Any:
         """Spreads the call; outputs of one number, stacked to one per replica, are joined."""
-        arguments = copied(self._arguments)
-        args = tuple(arguments.pop(i) for i in range(self._num_args))
-        output = self._forward.call(self._path, args, arguments)
+        args = tuple(batch.pop(i) for i in range(self._num_args))
+        output = self.engine.call(self._path, args, batch)
         sizes = torch.tensor([size for size in self.sizes if size], dtype=torch.float64)
         returned = dict(tree.places(self._returned))
 
@@ -171,32 +169,26 @@ def small_part(engine: Engine, batch: Any, path: str = "") -> tuple[Sizes, Any]:
         count = sum(sizes)
         if sum(map(bool, sizes)) < 2:
             return (), None
-        return sizes, copied(batch if n == count else engine.cut(batch, (count, n - count))[0])
+        part = batch if n == count else engine.cut(batch, (count, n - count))[0]
+        return sizes, tree.map_leaves(copied, part)
     except Exception as error:
         raise NotChecked(f"{type(error).__name__}: {error}") from error
 
 
 def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Sizes:
-    """About three samples per active replica, unequally many, and at least `least` each.
+    """About three samples per active replica, more for earlier ones, and at least `least` each.
 
     At least two each where there are enough, since a deviation over samples needs two.
 
     Example:
-        >>> unequal_sizes(100, [True] * 4), unequal_sizes(100, [True] * 2)
-        ((5, 3, 2, 2), (4, 2))
-        >>> unequal_sizes(3, [True] * 4), unequal_sizes(5, [False, True, True])
-        ((2, 1, 0, 0), (0, 3, 2))
+        >>> unequal_sizes(100, [True] * 4), unequal_sizes(5, [False, True, True])
+        ((4, 3, 3, 2), (0, 3, 2))
     """
     k = sum(active)
     n = min(batch_size, SAMPLES * k)
-    if n <= k:  # one each would be equal shares
-        k = max(n - 1, min(n, 2))
-    least = max(least, 2 if n >= 2 * k else 1)
-    k = max(1, min(k, n // least))
-    spare = n - least * k
-    second = spare // 3 if k > 2 else 0
-    shares = iter([least + spare - second, least + second, *[least] * (k - 2)][:k])
-    return tuple(next(shares, 0) if is_active else 0 for is_active in active)
+    falling = iter(range(k + 1, 1, -1))
+    wanted = weighted(n, [next(falling) if is_active else 0 for is_active in active])
+    return fitted(wanted, least=max(least, 2 if n >= 2 * k else 1)) or ()
 
 
 def check_is_cheap(engine: Engine) -> None:
@@ -207,14 +199,3 @@ def check_is_cheap(engine: Engine) -> None:
     if sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t)) > MOST_BYTES:
         gib = MOST_BYTES / 2**30
         raise NotChecked(f"its tensors take more than {gib:.0f} GiB, and the check copies them.")
-
-
-def copied(batch: Any) -> Any:
-    """A copy of a batch that shares no memory with it; leaves that require gradients still do."""
-
-    def copy_of(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return copy.deepcopy(leaf)
-
-    return tree.map_leaves(copy_of, batch)

@@ -1,9 +1,7 @@
-"""The first-step check of a LightningModule.
+"""The first-step check of a LightningModule: how its steps run for a check, and when.
 
-Lightning runs a sanity check of validation before it trains; this is one of the split. Before the
-first batch of each kind of step, the step runs on a few samples once on the root alone and once
-split over the devices, and everything is put back. Here is how a LightningModule's
-steps run for it; the other files compare them and find the cause of a difference.
+Lightning runs a sanity check of validation before it trains; this is one of the split. It comes
+before the first batch of each kind of step.
 """
 
 from __future__ import annotations
@@ -15,34 +13,22 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_dp.first_step import (
-    Call,
-    FirstCalls,
-    ForwardCall,
-    Key,
-    NotChecked,
-    Report,
-    announce,
-    check,
-    check_is_cheap,
-    copied,
-    copy_to_cpu,
-    small_part,
-)
+from lightning_dp.first_step.call import Call
+from lightning_dp.first_step.causes import check
+from lightning_dp.first_step.compare import Key, Report, announce
+from lightning_dp.first_step.first_call import FirstCalls, check_is_cheap, small_part
+from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.forward_mode import ForwardMode
-from lightning_dp.lightning_private import own_device, state_defaults
+from lightning_dp.lightning_private import own_device
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
 from lightning_dp.parallel.reduce import LossReduction, StepOutput
-from lightning_dp.parallel.split import Sizes
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -52,8 +38,6 @@ OPTION = "check_first_step"
 
 _LOSS_SCALE = 256.0
 """Of float16, whose small gradients would become 0."""
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FirstSteps:
@@ -81,9 +65,9 @@ class FirstSteps:
         loss_reduction: LossReduction,
     ) -> None:
         self._reports, self._option, self._trainer = reports, option, trainer
-        self._new_mode = partial(make_mode, executor="inorder", world=None)
+        self._make_mode = partial(make_mode, executor="inorder", world=None)
         self._transfer, self._loss_reduction = transfer, loss_reduction
-        self.due = set(_STEPS)
+        self.due = {"training_step", "validation_step", "test_step", "predict_step"}
         self._method = ""  # whose calls `FirstCalls` checks now
 
     def check(
@@ -101,41 +85,43 @@ class FirstSteps:
             world: the processes; None if this is the only one.
         """
         self.due.discard(method)
-        self._method = method
-        report, part, why = Report(OPTION, method), None, ""
+        self._method, is_asked = method, self._option is True
+        report, part, spreads_calls = Report(OPTION, method), None, isinstance(mode, ForwardMode)
         try:
-            if self._option == "auto" and getattr(self._trainer, "fast_dev_run", False):
+            if not is_asked and getattr(self._trainer, "fast_dev_run", False):
                 raise NotChecked("fast_dev_run.")
-            if self._option == "auto":
+            if not is_asked:
                 check_is_cheap(mode.engine)
-            if not isinstance(mode, ForwardMode):
+            if not spreads_calls:
                 sizes, part = small_part(mode.engine, batch)
                 report = replace(report, sizes=sizes)
                 if not sizes:
                     raise NotChecked("the batch has samples for one replica alone.")
         except NotChecked as reason:
-            why = str(reason)
+            report = replace(report, skipped=str(reason))
         if world is not None:
-            cannot = world.all_gather_objects(bool(why))
-            if any(cannot) and not why:
+            cannot = world.all_gather_objects(bool(report.skipped))
+            if any(cannot) and not report.skipped:
                 why = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
-        if why:
-            self._found(replace(report, skipped=why))
-        elif isinstance(mode, ForwardMode):
-            if mode.engine.first_calls is None:
-                mode.engine.first_calls = FirstCalls(
-                    lambda split: self._new_mode(split=split).engine,  # type: ignore[arg-type,return-value]  # a forward mode's
-                    OPTION,
-                    always=self._option is True,
-                    report=self._found,
-                    make_call=partial(_SpreadCall, self._trainer),
-                )
+                report = replace(report, skipped=why)
+        if report.skipped:
+            self._found(report)
+        elif spreads_calls:
+            engine: Any = mode.engine
+            engine.first_calls = engine.first_calls or FirstCalls(
+                lambda split: self._make_mode(split=split).engine,  # type: ignore[arg-type,return-value]  # a forward mode's
+                OPTION,
+                always=is_asked,
+                report=self._found,
+                around=_around(self._trainer),
+            )
         else:
             transfer = partial(self._transfer, dataloader_idx=mode.dataloader_idx)
 
             def make_call() -> Call:
-                own = self._new_mode(split=lambda n: report.sizes)
-                return _StepCall(own, method, part, report.sizes, args, transfer, self._trainer)
+                own = self._make_mode(split=lambda n: report.sizes)
+                around = _around(self._trainer)
+                return StepCall(own, method, args, transfer, report.sizes, part, **around)
 
             self._found(check(make_call, report, self._loss_reduction))
 
@@ -146,73 +132,21 @@ class FirstSteps:
         announce(report, asked=self._option is True, info=rank_zero_info, stacklevel=4)
 
 
-class _InTrainer(Call):
-    """A call of a LightningModule, with the Trainer's log, metrics, loggers and optimizers."""
-
-    module: LightningModule
-    trainer: Trainer
-
-    def _surround(self, module: LightningModule, trainer: Trainer) -> None:
-        self.module, self.trainer = module, trainer
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self.others = [*trainer.strategy.optimizers, *schedulers]
-
-    @override
-    @contextmanager
-    def recording(self) -> Iterator[dict[Key, Any]]:
-        """Records what a step logs, measures, and does with loggers; none of it reaches anything.
-
-        Nor does it stop the training, or ask other processes. The snapshot puts metrics back.
-        """
-        values: dict[Key, Any] = {}
-        used: Counter[str] = Counter()
-        trainer: Any = self.trainer
-        loggers, stops = trainer.loggers, trainer.should_stop
-        trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
-        log = standing_in(self.module, "log", partial(_record, values))
-        # In forward mode the step's own code is on the output device, but the call's on the root.
-        on_root = own_device(self.module, self.engine.devices[0])
-        try:
-            with trainer.strategy.as_only_process(), log, replaced(self.module, **on_root):
-                yield values
-            values.update({Key("logger", name): count for name, count in used.items()})
-            values.update(_metric_states(self.module))
-            for i, optimizer in enumerate(trainer.optimizers):
-                for j, group in enumerate(optimizer.param_groups):
-                    of = f"optimizer {i}" + (f", group {j}" if j else "")
-                    numbers = [(n, v) for n, v in group.items() if isinstance(v, float)]
-                    values.update({Key("option", f"{name} of {of}"): v for name, v in numbers})
-        finally:
-            trainer.loggers, trainer.should_stop = loggers, stops
-
-
-class _SpreadCall(_InTrainer, ForwardCall):
-    """A call that forward mode spreads."""
-
-    def __init__(self, trainer: Trainer, *args: Any) -> None:
-        super().__init__(*args)
-        self._surround(self.module, trainer)
-
-
-class _StepCall(_InTrainer):
-    """One step of a LightningModule with a few samples, in step mode."""
+class StepCall(Call):
+    """One step of a LightningModule, in step mode."""
 
     def __init__(
         self,
         mode: Mode,
         method: str,
-        batch: Any,
-        sizes: Sizes,
         args: tuple[Any, ...],
-        transfer: Callable[[Any, torch.device], Any],
-        trainer: Trainer,
+        transfer: Transfer,
+        *rest: Any,
+        **kw: Any,
     ) -> None:
-        self.engine, self.sizes = mode.engine, sizes
-        self._surround(mode.module, trainer)
-        self._mode, self._method, self._transfer = mode, method, transfer
-        self._batch, self._args = batch, args
-        precision = trainer.precision_plugin
-        self._context: Callable[[], AbstractContextManager[None]]
+        super().__init__(mode.module, mode.engine, *rest, **kw)
+        self._mode, self._method, self._args, self._transfer = mode, method, args, transfer
+        precision = mode.module.trainer.precision_plugin
         name = method.replace("training", "train").replace("validation", "val")
         self._context = getattr(precision, f"{name}_context")
         scaler = getattr(precision, "scaler", None)
@@ -220,17 +154,17 @@ class _StepCall(_InTrainer):
             self.loss_scale = _LOSS_SCALE
 
     @override
-    def alone(self, shard: int | None) -> Any:
-        batch = copied(self._batch)
-        if shard is not None:
-            batch = self.engine.cut(batch, self.sizes)[shard]
-        batch = self._transfer(batch, self.engine.devices[0])
+    def transfer(self, batch: Any) -> Any:
+        return self._transfer(batch, self.engine.devices[0])
+
+    @override
+    def on_root(self, batch: Any) -> Any:
         with self._context():
             return getattr(self.module, self._method)(batch, *self._args)
 
     @override
-    def split(self) -> Any:
-        batch = self._mode.batch(copied(self._batch), 0)
+    def split(self, batch: Any) -> Any:
+        batch = self._mode.batch(batch, 0)
         with self._context():
             return self._mode.step(self._method, batch, self._args)
 
@@ -247,6 +181,43 @@ class _StepCall(_InTrainer):
         return self._mode.during_backward()
 
 
+# The Trainer around a call
+
+
+def _around(trainer: Any) -> dict[str, Any]:
+    """What is recorded, and what is put back, around a call of a Trainer's module."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    others = [*trainer.strategy.optimizers, *schedulers]
+    return {"recording": partial(_recording, trainer), "others": others}
+
+
+@contextmanager
+def _recording(trainer: Any) -> Iterator[dict[Key, Any]]:
+    """Records what a step logs and does with loggers and optimizers' options.
+
+    None of it reaches anything, stops the training, or asks other processes.
+    """
+    module, root = trainer.lightning_module, trainer.strategy.root_device
+    values: dict[Key, Any] = {}
+    used: Counter[str] = Counter()
+    loggers, stops = trainer.loggers, trainer.should_stop
+    trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
+    log = standing_in(module, "log", partial(_record, values))
+    # In forward mode the step's own code is on the output device, but the call's on the root.
+    on_root = replaced(module, **own_device(module, root))
+    try:
+        with trainer.strategy.as_only_process(), log, on_root:
+            yield values
+        values.update({Key("logger", name): count for name, count in used.items()})
+        for i, optimizer in enumerate(trainer.optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                of = f"optimizer {i}" + (f", group {j}" if j else "")
+                numbers = {f"{n} of {of}": v for n, v in group.items() if isinstance(v, float)}
+                values.update({Key("option", name): v for name, v in numbers.items()})
+    finally:
+        trainer.loggers, trainer.should_stop = loggers, stops
+
+
 def _record(values: dict[Key, Any], name: str, value: Any, *args: Any, **options: Any) -> None:
     """Stands for `self.log`: the k-th value under a name is compared with the k-th."""
     key, count = Key("log", name), 1
@@ -255,18 +226,7 @@ def _record(values: dict[Key, Any], name: str, value: Any, *args: Any, **options
         key = Key("log", f"{name} (call {count})")
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value.detach())
-    # Of a metric the states are compared.
-    values[key] = None if isinstance(value, nn.Module) else copy_to_cpu(value)
-
-
-def _metric_states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
-    """The states of all metrics of a module; lists of tensors as one."""
-    for name, metric in module.named_modules():
-        for state in state_defaults(metric) if isinstance(metric, Metric) else ():
-            value = getattr(metric, state)
-            if isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
-                value = torch.cat([torch.atleast_1d(v) for v in value])
-            yield Key("metric", f"{name}.{state}"), copy_to_cpu(value)
+    values[key] = None if isinstance(value, nn.Module) else copy_to_cpu(value)  # no metric's
 
 
 class _SilentLogger(ObjectProxy):

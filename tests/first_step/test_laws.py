@@ -418,6 +418,8 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     "whole batch": {
         "contrastive": Contrastive,
         "mixup in the step": variant(training_step=mixed_in_step),
+    },
+    "transfer hook": {
         "mixup after the transfer": variant(on_after_batch_transfer=mixed),
         "centred in the transfer": variant(transfer_batch_to_device=centring),
     },
@@ -427,7 +429,7 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     },
     "random": {"noise": variant(forward=noisy)},
     "not repeatable": {"noise elsewhere": variant(forward=noisy_elsewhere)},
-    "replicas": {"makes a layer": variant(training_step=makes_head)},
+    "made in step": {"makes a layer": variant(training_step=makes_head)},
     "buffer": {
         "makes a buffer": variant(training_step=makes_buffer),
         "queue": before(averages, init=holding(centre=lambda: torch.zeros(3))),
@@ -458,8 +460,8 @@ EVALUATION: dict[Cause, dict[str, tuple[str, type[Any]]]] = {
     "output": {
         "centred": ("predict_step", predicts(lambda self, x: self(x) - self(x).mean(0))),
         "shares": ("predict_step", predicts(lambda self, x: self(x).softmax(0))),
-        "padded": ("predict_step", predicts(padded)),
     },
+    "shapes": {"padded": ("predict_step", predicts(padded))},
     "buffer": {
         "confusion in validation": ("validation_step", counting(False)),
         "confusion in test": ("test_step", counting(False)),
@@ -500,4 +502,4 @@ def test_hooks_of_a_data_module() -> None:
 
     strategy = DataParallelStrategy(check_first_step=True)
     trainer(K, strategy, max_epochs=1, limit_val_batches=0).fit(Classifier(), Data())
-    assert_named(strategy.first_step["training_step"], "whole batch")
+    assert_named(strategy.first_step["training_step"], "transfer hook")

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -37,20 +37,16 @@ class Holder(nn.Module):
         self.count = Counter("abca")
         self.ordered = OrderedDict(a=1, b=2)
         self.default: Any = defaultdict(list, a=[1])
-        self.user_dict: Any = UserDict(a=[1])
         self.space = SimpleNamespace(x=1)
         self.queue: Queue[int] = Queue()
         self.pair = ([1], {"a": [2]})
         self.own = torch.Generator().manual_seed(3)
-        self.own_numpy = np.random.default_rng(3)
-        self.own_python = random.Random(3)
         self.lock = threading.Lock()
         self.weight_again = self.layer.weight
 
     def draw(self) -> list[float]:
-        own = torch.rand(1, generator=self.own).item(), self.own_numpy.random()
-        of_all = random.random(), np.random.rand(), torch.rand(1).item()
-        return [*map(float, (*own, self.own_python.random(), *of_all))]
+        own = torch.rand(1, generator=self.own).item()
+        return [own, random.random(), float(np.random.rand()), torch.rand(1).item()]
 
 
 def state(module: Holder) -> str:
@@ -79,8 +75,6 @@ def everything(module: Any) -> None:
     module.count.update("a")
     module.ordered.move_to_end("a")
     module.default["b"].append(1)
-    module.user_dict["a"].append(2)
-    module.user_dict["c"] = 3
     module.space.x = 2
     module.queue.items.append(4)
     module.pair[0].append(1)

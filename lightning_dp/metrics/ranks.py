@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 
 from lightning_dp.lightning_private import results_of
-from lightning_dp.metrics.logged_values import LogCall
-from lightning_dp.metrics.recorder import Records
-from lightning_dp.metrics.replica import Call
+from lightning_dp.metrics.recorder import Call, LogCall, Records
 from lightning_dp.parallel.contexts import replaced
 
 if TYPE_CHECKING:

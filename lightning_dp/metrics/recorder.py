@@ -1,40 +1,78 @@
-"""Records what replicas log and measure during a step, and replays it once after the step."""
+"""What replicas log and measure in a step is recorded, and made once on the user's module after it.
+
+A plain step passes through this file alone: `ReplicaRecord.log` stands for `self.log` on every
+replica, `StepRecorder.around` surrounds the replicas' run, and `merged_log` makes one call of
+theirs. Metrics are in `metric_calls`; what a step leaves on self is in `lightning_dp.state`.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from inspect import signature
+from itertools import chain, compress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_dp.lightning_private import own_device
-from lightning_dp.metrics.logged_values import LogCall, MetricAt, as_number, check_keys, merged_log
-from lightning_dp.metrics.replica import (
-    Call,
+from lightning_dp.metrics.metric_calls import (
     MetricCall,
     RecordedMetric,
-    Recording,
-    ReplicaRecord,
     is_metric,
     metrics_in,
-    names_of_metric,
     never,
+    replay,
     state_of_metric,
 )
-from lightning_dp.parallel.contexts import StandIn
+from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
-from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.gather import add_up
 from lightning_dp.parallel.replicate import ReplicaRules, Replicas
-from lightning_dp.parallel.scatter import Shards, tree
+from lightning_dp.parallel.scatter import Shards, tree, weighted_mean
 from lightning_dp.parallel.split import Order
 from lightning_dp.state import ModuleState, warn_of_step
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
+
+_LOG_OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
+"""Of `log(name, value, prog_bar, logger, ...)`: options are often given by position."""
+
+_KEPT_DTYPES = (torch.float32, torch.float64)
+
+
+class MetricAt(NamedTuple):
+    """Stands for a metric: its number among all modules, which is the same in every process."""
+
+    number: int
+
+
+class Source(NamedTuple):
+    """Where a value comes from: the n-th `forward` of a metric in a step, and one of its leaves."""
+
+    metric: int
+    call: int
+    leaf: int
+
+
+class LogCall(NamedTuple):
+    """A call of `self.log` on one replica.
+
+    The value is a number, a tensor or a `MetricAt`. If a metric's `forward` has returned it, it has
+    a `source`: the value over the whole batch is known after the step.
+    """
+
+    name: str
+    value: Any
+    options: Mapping[str, Any]
+    source: Source | None = None
+
+
+Call: TypeAlias = LogCall | MetricCall
 
 
 class Records(NamedTuple):
@@ -44,10 +82,45 @@ class Records(NamedTuple):
     sizes: Sequence[int]
     order: Order | None
     replicas: list[str]
+    dim: int = 0
+
+
+class ReplicaRecord:
+    """The calls that one replica, on a device, makes during one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.calls = device, list[Call]()
+        self.numbers: dict[int, int] = {}  # of the metrics, by their ids
+        self._sources: dict[int, tuple[Any, Source]] = {}  # of what metrics returned, by ids
+        self._forwards: Counter[int] = Counter()
+
+    def clear(self) -> None:
+        """Lets go of what was recorded."""
+        self.calls.clear()
+        self._sources.clear()
+        self._forwards.clear()
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Stands for `self.log`; copies tensors, to which the step may still write."""
+        if args:
+            options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **options}
+        _, source = self._sources.get(id(value), (None, None))
+        if isinstance(value, Tensor):
+            value = value.clone() if options.get("enable_graph") else value.detach().clone()
+        elif id(value) in self.numbers:
+            value = MetricAt(self.numbers[id(value)])
+        self.calls.append(LogCall(name, value, options, source))
+
+    def note_value(self, value: Any, metric: int) -> None:
+        """Notes what a metric's `forward` returned: a step may log it."""
+        for i, leaf in enumerate(tree.leaves(value)):
+            if isinstance(leaf, Tensor):
+                self._sources[id(leaf)] = leaf, Source(metric, self._forwards[metric], i)
+        self._forwards[metric] += 1
 
 
 class StepRecorder(ReplicaRules):
-    """What replicas leave during a step: calls of `self.log`, of metrics, and state on self.
+    """Records a step's calls of `self.log` and of metrics, and what it leaves on self.
 
     After the step the calls of all replicas are merged, and made once on the main thread, on the
     user's module. With several processes those of all ranks are, on every rank; a rank without
@@ -74,12 +147,11 @@ class StepRecorder(ReplicaRules):
         self._names = [replica_text(k, names) for k in range(len(names))]
         self._varying: set[str] = set()  # logged names whose batch_size differs between shards
         self._warned: set[int] = set()  # metrics that only some replicas have updated
-        leaving = {*self._devices} if output_device.type == "cpu" else set[torch.device]()
-        leaving.discard(output_device)
-        self._records = [ReplicaRecord(device, leaving) for device in devices]
-        self.recording: Recording
+        self._records = list(map(ReplicaRecord, devices))
+        # Of replica 0, which is the user's module: it records only while a step lasts.
+        self._stand_ins: list[tuple[Any, dict[str, StandIn]]] = []
         self._submodules: list[list[nn.Module]] = []
-        self._state = ModuleState(output_device, names_of_metric)
+        self._state = ModuleState(output_device, is_metric)
 
     # How metrics are replicated
 
@@ -118,7 +190,9 @@ class StepRecorder(ReplicaRules):
         self._state.begin(replicas, shards.active)
         try:
             try:
-                with self.recording:
+                with ExitStack() as recording:
+                    for owner, methods in self._stand_ins:
+                        recording.enter_context(replaced(owner, **methods))
                     yield
                 if is_rerun:
                     self._state.undo()
@@ -131,10 +205,9 @@ class StepRecorder(ReplicaRules):
             try:
                 self.replay(shards)
             except torch.OutOfMemoryError as error:  # what was logged cannot be taken back
-                where = "".join(getattr(error, "__notes__", ()))
                 raise RuntimeError(
                     "Expected room for what a step logs and measures of the whole batch, got: "
-                    f"{error} {where} Make the batch smaller."
+                    f"{error} Make the batch smaller."
                 ) from error
         finally:
             for record in self._records:
@@ -145,11 +218,11 @@ class StepRecorder(ReplicaRules):
         if submodules is not self._submodules:
             self._submodules = submodules
             for record, own in zip(self._records, submodules, strict=True):
-                record.follow(own)
-            first = self._records[0]
-            metrics = [RecordedMetric(first, m) for m in submodules[0] if is_metric(m)]
-            # Replica 0 is the user's module: it records only while a step lasts.
-            self.recording = Recording(self._module, first, metrics)
+                record.numbers = {id(m): n for n, m in enumerate(own) if is_metric(m)}
+            first, module = self._records[0], self._module
+            self._stand_ins = [(module, {"log": StandIn(module, "log", first.log)})]
+            metrics = filter(is_metric, submodules[0])
+            self._stand_ins += [(m, RecordedMetric(first, m).methods) for m in metrics]
 
     def replay(self, shards: Shards) -> None:
         """Makes the merged calls, in the order of the first replica."""
@@ -157,17 +230,18 @@ class StepRecorder(ReplicaRules):
         if self.world is None and not any(calls):
             return
         names = [f"{self._names[k]} ({shards.sizes[k]} samples)" for k in shards.active]
-        found = Records(calls, shards.active_sizes, shards.active_order, names)
+        dim = shards.row_rules.dim
+        found = Records(calls, shards.active_sizes, shards.active_order, names, dim)
         logging: AbstractContextManager[None] = nullcontext()
         if self.world is not None:
             from lightning_dp.metrics import ranks
 
-            found = ranks.of_all_ranks(found, self.world)
+            found = ranks.of_all_ranks(found, self.world)._replace(dim=dim)
             logging = ranks.logging_for_all(self._module, sum(found.sizes))
         with logging:
-            self._make(found, shards.row_rules.dim)
+            self._make(found)
 
-    def _make(self, found: Records, dim: int) -> None:
+    def _make(self, found: Records) -> None:
         """Makes the calls: those of metrics, and then those of `self.log`, which may log these."""
         measured: dict[int, list[list[MetricCall]]] = {}
         logged: dict[tuple[str, int], dict[int, LogCall]] = {}  # the n-th calls of all replicas
@@ -179,7 +253,7 @@ class StepRecorder(ReplicaRules):
                     logged.setdefault((call.name, n), {})[k] = call
                 else:
                     measured.setdefault(call.metric, [[] for _ in found.calls])[k].append(call)
-        returned = {n: self._measure(n, calls, found, dim) for n, calls in measured.items()}
+        returned = {n: self._measure(n, calls, found) for n, calls in measured.items()}
         for row in logged.values():
             self._log(row, found, returned)
 
@@ -189,79 +263,132 @@ class StepRecorder(ReplicaRules):
         """Makes one call of `self.log` for all replicas."""
         calls = list(row.values())
         if len(row) < len(found.replicas):
-            check_keys(calls[0].name, row, found.replicas)
+            _refuse_missing_key(calls[0].name, row, found.replicas)
         merged = merged_log(calls, found.sizes, self._output_device, self._varying)
-        if merged.source is not None:
-            merged = _with_value_of_batch(merged, calls, returned, self._output_device)
-        value = merged.value
+        source, value = merged.source, merged.value
+        # What a metric returned for the whole batch, unless it was called for a sample at a time.
+        if source is not None and all(call.source == source for call in calls):
+            of_batch = returned[source.metric][source.call : source.call + 1]
+            leaves = [leaf for node in of_batch for leaf in tree.leaves(node)][source.leaf :]
+            if leaves:
+                value = _as_number(leaves[0], self._output_device)
         if isinstance(value, MetricAt):
             value = self._submodules[0][value.number]
         self._module.log(merged.name, value, **merged.options)
 
     def _measure(
-        self, number: int, calls: Sequence[Sequence[MetricCall]], found: Records, dim: int
+        self, number: int, calls: Sequence[Sequence[MetricCall]], found: Records
     ) -> list[Any]:
         """Makes the replicas' calls of a metric; returns what `forward` has for the whole batch."""
-        from lightning_dp.metrics.replay import Batch, joined_calls, replay
-
         metric: Any = self._submodules[0][number]
-        self._warn_of_missing(number, calls, found.replicas)
-        joined = joined_calls(calls, Batch(found.sizes, found.order, dim), metric)
+        path = next((name for name, m in self._module.named_modules() if m is metric), "")
+        name = f"the metric {path} ({type(metric).__qualname__})"
+        has_called = [any(call.method != "reset" for call in own) for own in calls]
+        if len(set(has_called)) > 1 and number not in self._warned:
+            self._warned.add(number)
+            warn_of_step(
+                self._module,
+                f"{name}: a step has updated it on "
+                f"{', '.join(compress(found.replicas, has_called))}, but not on "
+                f"{', '.join(compress(found.replicas, (not has for has in has_called)))}, whose "
+                "samples it does not see. If the step leaves it out for small batches "
+                "(if len(x) > 1), have it updated always: it gets the whole batch.",
+            )
         for member in metrics_in(metric) if self.world is not None else ():
             member.distributed_available_fn = never
-        returned = []
-        for own in joined:
-            try:
-                value = replay(own, metric)
-            except Exception as error:
-                where = f"{own[0].method} of {self._described(number)}"
-                add_note(error, f"[in {where}, for the batch of all replicas]")
-                raise
-            returned.extend([value] * (own[0].method == "forward"))
-        # Of calls for a sample at a time no value is the batch's.
-        return returned if len(joined) == max(map(len, calls)) else []
-
-    def _warn_of_missing(
-        self, number: int, calls: Sequence[Sequence[MetricCall]], replicas: Sequence[str]
-    ) -> None:
-        """Names a metric, once, that some replicas have updated and others have not."""
-        have = [any(call.method != "reset" for call in own) for own in calls]
-        if number in self._warned or len(set(have)) < 2:
-            return
-        self._warned.add(number)
-        names = {
-            did: ", ".join(name for name, own in zip(replicas, have, strict=True) if own == did)
-            for did in (True, False)
-        }
-        warn_of_step(
-            self._module,
-            f"{self._described(number)}: a step has updated it on {names[True]}, but not on "
-            f"{names[False]}, whose samples it does not see. If the step leaves it out for small "
-            "batches (if len(x) > 1), have it updated always: it gets the whole batch.",
-        )
-
-    def _described(self, number: int) -> str:
-        metric = self._submodules[0][number]
-        path = next((name for name, own in self._module.named_modules() if own is metric), "")
-        return f"the metric {path} ({type(metric).__qualname__})"
+        return replay(calls, found, metric, name)
 
 
-def _with_value_of_batch(
-    merged: LogCall,
-    calls: Sequence[LogCall],
-    returned: Mapping[int, list[Any]],
-    device: torch.device,
+# One call of `self.log` for those of all replicas
+
+
+def merged_log(
+    calls: Sequence[LogCall], sizes: Sequence[int], device: torch.device, varying: set[str]
 ) -> LogCall:
-    """Where replicas log what a metric has returned: what it has returned for the whole batch.
+    """One call of `self.log` that says what the replicas' calls, in shard order, say together.
 
-    Not where they log values of other calls, or where it was called for a sample at a time.
+    | `reduce_fx`      | value                                                                |
+    |------------------|----------------------------------------------------------------------|
+    | `"mean"`         | mean, weighted by shard size or by the user's own `batch_size`;      |
+    |                  | shards whose `batch_size` is 0 are left out                          |
+    | `"sum"`          | sum                                                                  |
+    | `"min"`, `"max"` | smallest, largest                                                    |
+    | any, of a metric | the metric itself, which by then has seen the whole batch            |
+
+    Values are brought to the device; `varying` is the names for `_own_weights`.
     """
-    source = merged.source
-    if source is None or any(call.source != source for call in calls):
+    first = calls[0]
+    options, weights = first.options, sizes
+    given = [call.options for call in calls]
+    if "batch_size" in options or given.count(options) < len(given):
+        options, weights = _own_weights(first.name, given, sizes, varying)
+    value, values = first.value, [call.value for call in calls]
+    if len(values) == 1:
+        value = value.to(device) if isinstance(value, Tensor) else value
+    elif not isinstance(value, MetricAt):
+        numbers = [
+            v
+            if isinstance(v, Tensor) and v.dtype in _KEPT_DTYPES and v.device == device
+            else _as_number(v, device)
+            for v in values
+        ]
+        value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
+    return LogCall(first.name, value, options, first.source)
+
+
+def _merged(tensors: list[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:
+    how = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
+    known: dict[str, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    if how in known:
+        merged: Tensor = known[how](torch.stack(tensors), 0)
         return merged
-    values = returned.get(source.metric, [])[source.call : source.call + 1]
-    leaves = [leaf for value in values for leaf in tree.leaves(value)][source.leaf :]
-    if not leaves:
-        return merged
-    is_number = isinstance(leaves[0], Tensor)
-    return merged._replace(value=as_number(leaves[0], device) if is_number else leaves[0])
+    if 0 in weights:  # a mean over nothing is NaN, and counts for nothing
+        tensors = list(compress(tensors, weights)) or tensors
+        weights = list(filter(None, weights)) or [1] * len(tensors)
+    return weighted_mean(tensors, weights)
+
+
+def _own_weights(
+    name: str, given: Sequence[Mapping[str, Any]], sizes: Sequence[int], varying: set[str]
+) -> tuple[Mapping[str, Any], Sequence[int]]:
+    """The options of the joint call, and the weights of the replicas' values.
+
+    The `batch_size` of replicas is added up. One that is the same on shards of unequal sizes is a
+    constant, and shards weigh by their sizes, unless it has differed between shards before: then
+    its name is in `varying`, to which names are added here.
+    """
+    first = given[0]
+    for other in given:
+        for option in sorted({*first, *other} - {"batch_size"}):
+            a, b = first.get(option), other.get(option)
+            if a != b:
+                raise ValueError(
+                    f"self.log({name!r}): expected the same arguments on every replica, got "
+                    f"{option}={a!r} on one and {option}={b!r} on another. "
+                    "Do not let them depend on the shard."
+                )
+    if first.get("batch_size") is None:
+        return first, sizes
+    own = [int(options["batch_size"]) for options in given]
+    if len(set(own)) > 1:
+        varying.add(name)
+    is_constant = add_up(own, sizes) is False and name not in varying
+    return {**first, "batch_size": sum(own)}, sizes if is_constant else own
+
+
+def _as_number(number: Any, device: torch.device) -> Tensor:
+    """A floating tensor of at least single precision, in which Lightning keeps logged values."""
+    default = torch.get_default_dtype()
+    value = number if isinstance(number, Tensor) else torch.tensor(number, dtype=default)
+    if value.dtype not in _KEPT_DTYPES:
+        value = value.to(default if default == torch.float64 else torch.float32)
+    return value.to(device, non_blocking=device.type != "cpu")
+
+
+def _refuse_missing_key(name: str, row: Mapping[int, Any], replicas: Sequence[str]) -> None:
+    missing = [replica for k, replica in enumerate(replicas) if k not in row]
+    raise ValueError(
+        f"self.log({name!r}): expected the same keys from every replica, got it from "
+        f"{', '.join(replicas[k] for k in row)}, but not from {', '.join(missing)}. Log it for "
+        "every shard; a value that some shards lack can be logged through a torchmetrics metric."
+    )

@@ -198,7 +198,7 @@ class StepRecorder(ReplicaRules):
                     self._state.undo()
                     return
                 is_idle = self.world is not None and self.world.is_idle
-                self._state.settle(replicas, shards, keeps_items=not is_idle)
+                self._state.settle(shards, keeps_items=not is_idle)
             except torch.OutOfMemoryError:
                 self._state.undo()
                 raise

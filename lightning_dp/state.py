@@ -1,0 +1,412 @@
+"""What a step leaves on self: items in lists and dicts, and attributes that it binds anew.
+
+[Note: the rule for state]
+1. Items that a step appends to a list or deque are joined. Where every replica has appended as many
+   as it has samples, or replicas have appended different numbers, they belong to samples and follow
+   each other in shard order; else the k-th new items of all replicas are joined as outputs are.
+2. Whatever else a step binds, an attribute or an entry of a list or dict, keeps the value of the
+   first replica that has bound it, and is named once if the replicas differ.
+
+The first rule also holds for lists in lists, tuples and dicts, and for a list under a new key of a
+dict. A deque with a longest length lets its oldest items go. A list that is bound anew, or changed
+in another way than by appending, falls under the second rule.
+
+Every replica begins a step with its own containers, which hold the root's items. They are compared
+with copies from before the step, item by item and by identity. What steps change inside other
+objects is not looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.lightning_private import running_hook
+from lightning_dp.parallel.gather import Join
+from lightning_dp.parallel.replicate import Contents, Replicas
+from lightning_dp.parallel.scatter import Shards, to_device, to_device_together, tree
+from lightning_dp.parallel.split import batch_order
+from lightning_dp.parallel.torch_private import hook_tables
+
+Path: TypeAlias = tuple[Any, ...]
+"""The number of a module, the name of an attribute, and the keys that lead into it."""
+
+_ABSENT = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def warn_of_step(module: nn.Module, text: str) -> None:
+    """Warns of what the step that runs does, at the user's own code: no frame of it is left."""
+    hook: Any = getattr(type(module), running_hook(module) or "forward")
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    if code is None:
+        warnings.warn(text, stacklevel=3)
+    else:
+        warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
+
+
+class ModuleState:
+    """The attributes of the user's modules, from `begin` before a step to `settle` after it.
+
+    Args:
+        output_device: where items of lists end up.
+        skips: names modules that are not looked at, beside torch's own layers.
+    """
+
+    def __init__(
+        self, output_device: torch.device, skips: Callable[[nn.Module], bool] = lambda _: False
+    ) -> None:
+        self._output_device, self._skips = output_device, skips
+        self._lists = ListMemory()
+        self._warned: set[Path] = set()
+        self._submodules: list[list[nn.Module]] = []
+        self._modules: list[_Module] = []
+        self._active: Sequence[int] = []
+        self._seen = Contents([])  # of the modules' attributes, and of the containers in them
+
+    def begin(self, replicas: Replicas, active: Sequence[int]) -> None:
+        """Notes what the modules of all replicas, which have just followed the root, have."""
+        if replicas.submodules is not self._submodules:
+            self._submodules, self._active = replicas.submodules, []
+            self._modules = [
+                _Module(number, list(map(vars, modules)))
+                for number, modules in enumerate(zip(*replicas.submodules, strict=True))
+                if _is_watched(modules[0]) and not self._skips(modules[0])
+            ]
+        if active != self._active or self._seen.differ():
+            self._active = active
+            self._seen = Contents([view for m in self._modules for view in m.look(active)])
+
+    def settle(self, shards: Shards, *, keeps_items: bool = True) -> None:
+        """Gives the module what the replicas' steps left on them.
+
+        Without `keeps_items` containers get their former items back: the samples count in another
+        process. Attributes that were bound anew stay, which may be counts of steps.
+        """
+        if not self._seen.differ():
+            return
+        merge = Merge(shards, self._output_device, self._lists)
+        for module in self._modules:
+            if keeps_items:
+                for path in module.merge(merge):
+                    self._warn(path)
+            else:
+                module.take_items_back()
+            for path in module.rebind():
+                self._warn(path)
+
+    def undo(self) -> None:
+        """Gives the module what it had before the step."""
+        for module in self._modules:
+            module.undo()
+
+    def _warn(self, path: Path) -> None:
+        number, name, *keys = path
+        if path[:2] in self._warned:
+            return
+        self._warned.add(path[:2])
+        root, module = self._submodules[0][0], self._submodules[0][number]
+        place = next((place for place, m in root.named_modules() if m is module), "")
+        label = ".".join(filter(None, (type(root).__qualname__, place, name)))
+        warn_of_step(
+            root,
+            f"A step binds {tree.name(tuple(keys), label)} to different values on different "
+            "replicas; self keeps the first replica's. To collect over the batch, append to a list "
+            "on self, log the value or update a metric. A state that belongs to samples, as that "
+            "of a recurrent network from batch to batch, needs one device.",
+        )
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether code of the user's may put something on a module; on layers of torch a hook may.
+
+    Not where torch's own hooks (the older weight norm, spectral norm and pruning) bind a weight
+    anew in every forward.
+    """
+    package = f"{type(module).__module__}."
+    hooks = [type(hook).__module__ for table in hook_tables(module) for hook in table.values()]
+    are_torchs = any(of.startswith("torch.") for of in hooks)
+    return not package.startswith(("torch.", "torchmetrics.")) or (bool(hooks) and not are_torchs)
+
+
+class _Module:
+    """The attributes of one module on all replicas, as a step begins."""
+
+    def __init__(self, number: int, replicas: Sequence[dict[str, Any]]) -> None:
+        self.number, self._replicas, self._root = number, replicas, replicas[0]
+
+    def look(self, active: Sequence[int]) -> Iterator[Collection[Any]]:
+        """Notes what is there now; yields what shows attributes and items at any time."""
+        self._active = [self._replicas[k] for k in active]
+        yield from map(dict.values, (self._root, *self._active))
+        self._first = dict(self._active[0])
+        self._bound = {n: v for n, v in self._root.items() if n not in _OF_TORCH}
+        self._items = {n: copied(v) for n, v in self._bound.items() if is_container(v)}
+        self._before: dict[str, list[tuple[Any, Any]]] = {}  # active replicas' containers, copies
+        for name in self._items:
+            own = [replica.get(name) for replica in self._active]
+            if all(type(container) is type(self._root[name]) for container in own):
+                self._before[name] = [(container, copied(container)) for container in own]
+                for container in (self._root[name], *own):
+                    yield from _live(container)
+
+    def merge(self, merge: Merge) -> Iterator[Path]:
+        """Merges the replicas' containers into the root's; yields where replicas differ."""
+        for name, before in self._before.items():
+            after = [replica.get(name) for replica in self._active]
+            if all(now is own for now, (own, _) in zip(after, before, strict=True)):
+                copies = [items for _, items in before]
+                yield from merge.into((self.number, name), copies, after, self._root[name])
+
+    def rebind(self) -> Iterator[Path]:
+        """Gives the root what the first replica has bound anew; yields where the others differ."""
+        first, *others = self._active
+        for name, value in list(first.items()):
+            is_new = value is not self._first.get(name, _ABSENT)
+            if is_new and name not in _OF_TORCH and not isinstance(value, nn.Module):
+                self._root[name] = value
+                if not all(_agree(value, other.get(name)) for other in others):
+                    yield self.number, name
+
+    def take_items_back(self) -> None:
+        """Gives the root's containers the items that they had."""
+        for name, items in self._items.items():
+            self._root[name] = self._bound[name]
+            refill(self._bound[name], items)
+
+    def undo(self) -> None:
+        """Gives the root what it had before the step."""
+        for name in self._root.keys() - self._bound.keys() - _OF_TORCH:
+            del self._root[name]
+        self._root.update(self._bound)
+        self.take_items_back()
+
+
+# Containers
+
+
+def is_container(value: Any) -> bool:
+    """Whether steps may put something into a value, or into what is in it."""
+    if type(value) is tuple:
+        return any(map(is_container, value))
+    return isinstance(value, list | dict) or type(value) is deque
+
+
+def copied(node: Any) -> Any:
+    """Containers anew, with the same items.
+
+    Example:
+        >>> before = ([1], deque([2], maxlen=3))
+        >>> after = copied(before)
+        >>> after, after[0] is before[0]
+        (([1], deque([2], maxlen=3)), False)
+    """
+    if not is_container(node):
+        return node
+    if isinstance(node, tuple):
+        return tuple(map(copied, node))
+    clone = copy.copy(node)
+    for key, item in list(_entries(clone)):
+        if is_container(item):
+            clone[key] = copied(item)
+    return clone
+
+
+def refill(container: Any, items: Any) -> None:
+    """Gives a container, and those in it, the items back that it had when these were copied."""
+    now, kept = dict(_entries(container)), dict(_entries(items))
+    for key, item in kept.items():
+        own = now.get(key)
+        if is_container(item) and type(own) is type(item):
+            refill(own, item)
+            kept[key] = own
+    if isinstance(container, dict):
+        container.clear()
+        container.update(kept)
+    elif not isinstance(container, tuple):
+        container.clear()
+        container.extend(kept.values())
+
+
+def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def _live(node: Any) -> Iterator[Collection[Any]]:
+    """What shows the items of a container, and of those in it, whenever it is looked at."""
+    if not is_container(node):
+        return
+    if isinstance(node, dict):
+        yield node.keys()
+        node = node.values()
+    if not isinstance(node, tuple):
+        yield node
+    for item in node:
+        yield from _live(item)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether two replicas have equal values, each on its device."""
+    of_a, of_b = tree.leaves(a), tree.leaves(b)
+    return len(of_a) == len(of_b) and all(
+        tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
+        for x, y in zip(of_a, of_b, strict=True)
+    )
+
+
+def _new_items(before: Any, after: Any) -> list[Any] | None:
+    """What was appended; None if a list was changed in another way.
+
+    Example:
+        >>> a, b, c, x = 0.1, 0.2, 0.3, 0.4
+        >>> old = deque([a, b, c], 3)
+        >>> [_new_items(old, own) for own in ([a, b, c], [c, x, x], [x, x, x], [b, a])]
+        [[], [0.4, 0.4], [0.4, 0.4, 0.4], [0.2, 0.1]]
+        >>> _new_items([a, b], [a, b, x]), _new_items([a, b], [b, x])
+        ([0.4], None)
+    """
+    has_longest = getattr(before, "maxlen", None) is not None  # it lets its oldest items go
+    for kept in range(len(before), -1, -1) if has_longest else [len(before)]:
+        pairs = zip(islice(before, len(before) - kept, None), after, strict=False)
+        if len(after) >= kept and all(
+            a is b or (is_container(a) and type(a) is type(b)) for a, b in pairs
+        ):
+            return list(islice(after, kept, None))
+    return None
+
+
+@dataclass
+class ListMemory:
+    """Whether new items of a list belong to samples, as steps have shown."""
+
+    of_samples: dict[Path, bool] = field(default_factory=dict)  # in the latest that decided it
+    uneven: set[Path] = field(default_factory=set)  # replicas have appended different numbers
+
+
+class Merge:
+    """Brings what the replicas did to their containers in a step into the root's.
+
+    Args:
+        shards: of the step.
+        output_device: where items end up.
+        memory: of all steps.
+    """
+
+    def __init__(self, shards: Shards, output_device: torch.device, memory: ListMemory) -> None:
+        self._sizes, self._order = shards.active_sizes, shards.active_order
+        self._row_rules, self._memory = shards.row_rules, memory
+        self._output_device = output_device
+        self._done: set[int] = set()  # ids of the root's: one container may have several names
+
+    def into(self, path: Path, before: list[Any], after: list[Any], root: Any) -> Iterator[Path]:
+        """Makes `root` of what every replica had `before` and has `after` the step.
+
+        The root's is the container of the first replica, or one that the step has not changed.
+
+        Yields:
+            The paths of what keeps the first value, where the replicas differ.
+        """
+        if id(root) in self._done:
+            return
+        self._done.add(id(root))
+        if isinstance(root, dict):
+            for key in dict.fromkeys(key for own in (*before, *after) for key in own):
+                yield from self._entry((*path, key), key, before, after, root)
+        else:
+            yield from self._list(path, before, after, root)
+
+    def _entry(
+        self, path: Path, key: Any, before: list[Any], after: list[Any], root: dict[Any, Any]
+    ) -> Iterator[Path]:
+        """An entry of a dict."""
+        old, new = ([own.get(key, _ABSENT) for own in owners] for owners in (before, after))
+        written = [b for a, b in zip(old, new, strict=True) if _is_other(a, b)]
+        if not written and not is_container(old[0]):
+            return
+        first = written[0] if written else new[0]
+        if old[0] is _ABSENT and isinstance(first, list | dict | deque):  # begun in this step
+            empty = copy.copy(first)
+            empty.clear()
+            old = [empty] * len(new)
+            new = [empty if value is _ABSENT else value for value in new]
+            root.setdefault(key, copy.copy(empty))
+        if is_container(old[0]) and len({*map(type, [*old, *new, root[key]])}) == 1:
+            yield from self.into(path, old, new, root[key])
+            return
+        if first is _ABSENT:
+            root.pop(key, None)
+        else:
+            root[key] = to_device(first, self._output_device)
+        if not all(_agree(first, value) for value in written):
+            yield path
+
+    def _list(self, path: Path, before: list[Any], after: list[Any], root: Any) -> Iterator[Path]:
+        """A list or deque, or a tuple of such."""
+        found = [_new_items(old, now) for old, now in zip(before, after, strict=True)]
+        tails = [tail for tail in found if tail is not None]
+        if len(tails) < len(found):
+            first = to_device(list(after[0]), self._output_device)
+            root.clear()
+            root.extend(first)
+            if not all(_agree(after[0], own) for own in after):
+                yield path
+            return
+        kept = {len(now) - len(tail) for now, tail in zip(after, tails, strict=True)}
+        if kept == {len(before[0])}:
+            for i, old in enumerate(before[0]):
+                if is_container(old):
+                    each = [[own[i] for own in owners] for owners in (before, after)]
+                    yield from self.into((*path, i), *each, root[i])
+        if any(tails):
+            for _ in tails[0] if root is after[0] else ():
+                root.pop()
+            root.extend(self._joined(path, tails, getattr(root, "maxlen", None)))
+
+    def _joined(self, path: Path, tails: list[list[Any]], longest: int | None) -> list[Any]:
+        """The items that one device would have appended."""
+        counts, items = list(map(len, tails)), [item for tail in tails for item in tail]
+        if self._are_of_samples(path, counts, longest):
+            items = to_device_together(items, self._output_device)
+            is_cut = self._order is not None and counts == self._sizes
+            places = batch_order(self._order or ()) if is_cut else range(len(items))
+            return [items[i] for i in places or ()]
+        number, name, *keys = path
+        join = Join(tuple(self._sizes), self._output_device, self._row_rules, order=self._order)
+        path = (tree.Attribute(name), *keys)
+        return [
+            replace(join, where=("self", number, i)).gather(row, path)
+            for i, row in enumerate(zip(*tails, strict=True))
+        ]
+
+    def _are_of_samples(self, path: Path, counts: list[int], longest: int | None) -> bool:
+        """Whether new items belong to samples, and not to the batch."""
+        memory = self._memory
+        if len(counts) == 1:
+            return True
+        if len(set(counts)) > 1:
+            memory.uneven.add(path)
+        elif counts[0] > 1 or counts != self._sizes:
+            is_full = counts[0] == longest and longest > 1  # of more items than it holds
+            memory.of_samples[path] = is_full or counts == self._sizes
+        if path not in memory.uneven and path not in memory.of_samples:
+            name = tree.name((tree.Attribute(path[1]), *path[2:]), "self")
+            self._row_rules.warn_once(
+                path,
+                f"{name}: one more on every replica, each of one sample, is taken for one of the "
+                "batch, not one per sample. Batches of more samples would tell.",
+            )
+        return path in memory.uneven or memory.of_samples.get(path, False)
+
+
+def _is_other(old: Any, new: Any) -> bool:
+    """Whether a value was bound anew; copied containers are the same if they are of one type."""
+    return old is not new and not (is_container(old) and type(old) is type(new))

@@ -14,7 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_dp.lightning_private import is_accumulating, is_time_to_log, logged_step
 from lightning_dp.monitor.display import as_png, figure_of, headline, table_of
-from lightning_dp.monitor.history import DeviceSummary, History, Period
+from lightning_dp.monitor.history import DeviceSummary, Period
+
+MOST_PERIODS = 512  # as fine as the picture can show
 
 
 class DataParallelMonitor(Callback):
@@ -41,46 +43,26 @@ class DataParallelMonitor(Callback):
     The time of GPUs comes from events; nothing waits for a GPU until training ends, so that a row
     may be without the latest steps. On the CPU it is what workers spend in forward and backward.
 
-    Args:
-        max_points: how many points over time are kept for the picture, at least 2. In longer
-            trainings each stands for several steps.
-
-    Raises:
-        ValueError: `max_points` is not an integer of at least 2.
-
     Attributes:
         devices: the names of the replicas' devices in the latest fit, root first; empty if there
             was nothing to measure.
         replicas: the replicas' names, in the same order.
         total: all steps of the latest fit together; see `Period`.
+        periods: the latest fit over time, oldest first: `total` in at most 512 parts, of which all
+            but the last span equally many steps.
     """
 
-    def __init__(self, *, max_points: int = 512) -> None:
-        if isinstance(max_points, bool) or not isinstance(max_points, int) or max_points < 2:
-            raise ValueError(
-                f"max_points: expected an integer of at least 2, got {max_points!r}. The default "
-                "of 512 is as fine as the picture can show."
-            )
-        self._max_points = max_points
+    def __init__(self) -> None:
         self._begin()
 
     def _begin(self, devices: Sequence[torch.device] = (), names: Sequence[str] = ()) -> None:
         self.devices, self.replicas = tuple(map(str, devices)), tuple(names)
-        self.total = Period()
-        self._history = History(self._max_points)
-        self._unlogged = Period()
-
-    @property
-    def periods(self) -> list[Period]:
-        """The latest fit over time, oldest first: `total` in at most `max_points` parts."""
-        return list(self._history.periods)
+        self.total, self.periods = Period(), list[Period]()
+        self._unlogged, self._span = Period(), 1
 
     @property
     def note(self) -> str | None:
-        """That replicas took turns on the CPU, if they did so in at least half the steps.
-
-        The numbers alone do not say it: each replica then waits for the others.
-        """
+        """That replicas took turns on the CPU, if they did so in at least half the steps."""
         count, steps = self.total.in_turns, self.total.steps
         if not count or 2 * count < steps:
             return None
@@ -101,22 +83,16 @@ class DataParallelMonitor(Callback):
         """Draws the latest fit, also while it runs: shares, times, and memory.
 
         Args:
-            path: a file whose ending is a format of matplotlib, such as .png, .svg or .pdf; its
-                folder is made where it is missing. None for a notebook to show it.
+            path: a file whose ending is a format of matplotlib, such as .png, .svg or .pdf; None
+                for a notebook to show it.
 
         Returns:
             The path as a `Path`; without one the `matplotlib.figure.Figure`.
-
-        Raises:
-            ValueError: matplotlib writes no such file, or no training on several devices has been
-                measured.
-            ModuleNotFoundError: matplotlib is not installed.
         """
         if not self.total.steps:
             raise ValueError(
-                "plot: expected a training step on several devices under DataParallelStrategy "
-                "(strategy='dp_custom'), got none. Give this callback to such a Trainer, and plot "
-                "after trainer.fit(...)."
+                "plot: expected a training step on several devices under DataParallelStrategy, got "
+                "none. Give this callback to such a Trainer, and plot after trainer.fit(...)."
             )
         figure = figure_of(self)
         if path is None:
@@ -138,9 +114,9 @@ class DataParallelMonitor(Callback):
             return {"text/plain": str(self)}
         try:
             content = base64.b64encode(as_png(self.plot())).decode()
-            picture = f'<img alt="{headline(self)}" src="data:image/png;base64,{content}"/>'
-        except ModuleNotFoundError as error:
-            picture = f"<p>{escape(str(error))}</p>"
+        except ModuleNotFoundError:  # matplotlib
+            return {"text/plain": str(self)}
+        picture = f'<img alt="{headline(self)}" src="data:image/png;base64,{content}"/>'
         return {"text/plain": str(self), "text/html": f"{picture}<pre>{escape(str(self))}</pre>"}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,7 +136,10 @@ class DataParallelMonitor(Callback):
     ) -> None:
         """Adds the steps that the devices have finished, and logs if it is time to."""
         self._add_steps(trainer)
-        if self._unlogged.steps and _is_time_to_log(trainer):
+        # As Lightning logs the values of this step.
+        is_step = not (trainer.lightning_module.automatic_optimization and is_accumulating(trainer))
+        is_time = is_time_to_log(trainer) or bool(getattr(trainer, "fast_dev_run", False))
+        if self._unlogged.steps and is_step and is_time:
             self._log(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,30 +152,25 @@ class DataParallelMonitor(Callback):
             period = Period.of(step)
             self.total += period
             self._unlogged += period
-            self._history.add(period)
+            if self.periods and self.periods[-1].steps < self._span:
+                self.periods[-1] += period
+            else:
+                self.periods.append(period)
+            if len(self.periods) > MOST_PERIODS:  # every two become one
+                starts = range(0, len(self.periods), 2)
+                self.periods = [sum(self.periods[i : i + 2], Period()) for i in starts]
+                self._span *= 2
 
     def _log(self, trainer: Trainer) -> None:
         period, self._unlogged = self._unlogged, Period()
         values: dict[tuple[str, ...], float] = {}
         for k, name in enumerate(self.replicas):
             path = "dp", *name.replace(":", "_").split("/")  # MLflow refuses ":" on Windows
-            of_replica = {
-                "samples": period.samples[k] / period.steps,
-                "busy_seconds": period.busy_seconds[k] / period.steps,
-                "waiting_seconds": period.waiting_seconds[k] / period.steps,
-                "peak_MiB": period.peak_bytes[k] / 2**20,
-            }
-            if not period.peak_bytes[k]:
-                del of_replica["peak_MiB"]
-            values |= {(*path, what): value for what, value in of_replica.items()}
+            for what in ("samples", "busy_seconds", "waiting_seconds"):
+                values[(*path, what)] = getattr(period, what)[k] / period.steps
+            if period.peak_bytes[k]:
+                values[(*path, "peak_MiB")] = period.peak_bytes[k] / 2**20
         for logger in trainer.loggers:
             row = {logger.group_separator.join(path): value for path, value in values.items()}
             # Lightning's own rows count steps so: a logger gets them in order.
             logger.log_metrics(row, step=logged_step(trainer))
-
-
-def _is_time_to_log(trainer: Trainer) -> bool:
-    """Whether Lightning logs the values of this step, too."""
-    if trainer.lightning_module.automatic_optimization and is_accumulating(trainer):
-        return False
-    return is_time_to_log(trainer) or bool(getattr(trainer, "fast_dev_run", False))

@@ -52,25 +52,23 @@ def headline(monitor: DataParallelMonitor) -> str:
 
 
 def figure_of(monitor: DataParallelMonitor) -> Any:
-    """Draws each replica's share over time, and its time and memory in total."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plot: expected the package matplotlib, which is not installed. Install it: "
-            "python -m pip install matplotlib",
-            name=error.name,
-        ) from error
+    """Draws each replica's share over time, its time per step and its device's peak of memory."""
+    from matplotlib.figure import Figure
+
     names, total = monitor.replicas, monitor.total
-    has_memory = any(total.peak_bytes)
+    colors = (COLORS * len(names))[: len(names)]
+    widths = [1.4, 1.25, 1.1] if any(total.peak_bytes) else [1.5, 1.3]
     size = (10, 4.2 + 0.26 * max(0, len(names) - 6))
     figure: Any = Figure(size, dpi=120, layout="constrained")
-    widths = [1.4, 1.25, 1.1] if has_memory else [1.5, 1.3]
     axes = figure.subplots(1, len(widths), width_ratios=widths)
-    _draw_shares(axes[0], names, monitor.periods)
-    _draw_time(axes[1], names, total)
-    if has_memory:
-        _draw_memory(axes[2], monitor.devices, total.peak_bytes)
+    _draw_shares(axes[0], names, monitor.periods, colors)
+    _draw_time(axes[1], names, total, colors)
+    if any(total.peak_bytes):  # replicas on one device share its memory
+        first = [colors[monitor.devices.index(device)] for device in dict.fromkeys(monitor.devices)]
+        peaks = dict(zip(monitor.devices, total.peak_bytes, strict=True))
+        texts = [memory_text(peak) or "not counted" for peak in peaks.values()]
+        _bars(axes[2], "Peak memory", list(peaks), list(peaks.values()), texts, color=first)
+        axes[2].set_xticks([])
     figure.suptitle(headline(monitor), x=0.01, ha="left")
     if monitor.note:
         figure.supxlabel(monitor.note, fontsize="medium", x=0.01, ha="left")
@@ -86,71 +84,50 @@ def as_png(figure: Any) -> bytes:
     return content.getvalue()
 
 
-def _draw_shares(axes: Any, names: Sequence[str], periods: Sequence[Period]) -> None:
+def _draw_shares(
+    axes: Any, names: Sequence[str], periods: Sequence[Period], colors: Sequence[str]
+) -> None:
     """Stacked bands, the root device's on top, and their names in the same order."""
     # Over some steps: the very last batch may be smaller.
     latest = sum(periods[-max(1, len(periods) // 10) :], Period()).shares
     labels = [f"{name}  {share:.1%}" for name, share in zip(names, latest, strict=True)]
     shares = [[period.shares[k] for period in (*periods, periods[-1])] for k in range(len(names))]
     edges = [0, *itertools.accumulate(period.steps for period in periods)]
-    axes.stackplot(
-        edges,
-        shares[::-1],  # from the bottom up
-        labels=labels[::-1],
-        colors=_colors(names)[::-1],
-        step="post",
-        edgecolor="white",
-    )
+    bottom_up = {"labels": labels[::-1], "colors": colors[::-1]}
+    axes.stackplot(edges, shares[::-1], step="post", edgecolor="white", **bottom_up)
     place = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False}
     axes.legend(reverse=True, title="latest", alignment="left", handlelength=1, **place)
-    _label(axes, "Share of the samples", "training step")
-    axes.set(xlim=(0, edges[-1]), ylim=(0, 1))
+    axes.set_title("Share of the samples", loc="left", fontsize="medium")
+    axes.set(xlabel="training step", xlim=(0, edges[-1]), ylim=(0, 1))
     axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
-    axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_time(axes: Any, names: Sequence[str], total: Period) -> None:
+def _draw_time(axes: Any, names: Sequence[str], total: Period, colors: Sequence[str]) -> None:
     """A bar per replica, busy and then waiting."""
     from matplotlib.ticker import EngFormatter
 
     busy = [seconds / total.steps for seconds in total.busy_seconds]
     both = [b + w / total.steps for b, w in zip(busy, total.waiting_seconds, strict=True)]
-    _bars(axes, names, both, [f"{share:.0%} busy" for share in total.busy_shares], color="#D4D4D4")
-    _bars(axes, names, busy, color=_colors(names))
-    _label(axes, "Time per step (grey: waiting)")
+    texts = [f"{share:.0%} busy" for share in total.busy_shares]
+    _bars(axes, "Time per step (grey: waiting)", names, both, texts, color="#D4D4D4")
+    axes.barh(range(len(names)), busy, height=0.68, color=colors)
     axes.xaxis.set_major_formatter(EngFormatter("s"))
     axes.locator_params(axis="x", nbins=4)
-    axes.set_xlim(0, max(both) * 1.3 or 1)
-
-
-def _draw_memory(axes: Any, devices: Sequence[str], peaks: Sequence[int]) -> None:
-    """A bar per device, as replicas on one device share its memory."""
-    colors, of_devices = _colors(devices), dict(zip(devices, peaks, strict=True))
-    texts = [memory_text(peak) or "not counted" for peak in of_devices.values()]
-    first = [colors[devices.index(device)] for device in of_devices]
-    _bars(axes, list(of_devices), list(of_devices.values()), texts, color=first)
-    _label(axes, "Peak memory")
-    axes.set_xticks([])
-    axes.set_xlim(0, max(peaks) * 1.6)
 
 
 def _bars(
-    axes: Any, names: Sequence[str], lengths: Sequence[float], texts: Any = (), **style: Any
+    axes: Any,
+    title: str,
+    names: Sequence[str],
+    lengths: Sequence[float],
+    texts: Sequence[str],
+    **style: Any,
 ) -> None:
     """A bar for each name, the first on top, with a text at its end."""
     bars = axes.barh(range(len(names)), lengths, height=0.68, tick_label=names, **style)
-    if texts:
-        axes.bar_label(bars, texts, padding=4)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-
-
-def _colors(names: Sequence[str]) -> list[str]:
-    return list(itertools.islice(itertools.cycle(COLORS), len(names)))
-
-
-def _label(axes: Any, title: str, unit: str = "") -> None:
+    axes.bar_label(bars, texts, padding=4)
     axes.set_title(title, loc="left", fontsize="medium")
-    axes.set_xlabel(unit)
+    axes.set(xlim=(0, max(lengths) * 1.5 or 1), ylim=(len(names) - 0.4, -0.6))
+    axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)

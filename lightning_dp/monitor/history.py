@@ -24,10 +24,8 @@ class Period:
     Example:
         >>> step = StepUsage((3, 1), (0.75, 0.25), step_seconds=0.75, peak_bytes=(10, 20))
         >>> period = Period.of(step) + Period.of(step)
-        >>> period.steps, period.samples, period.peak_bytes
-        (2, (6, 2), (10, 20))
-        >>> period.imbalance(period.busy_seconds)
-        1.5
+        >>> period.steps, period.samples, period.imbalance(period.busy_seconds)
+        (2, (6, 2), 1.5)
     """
 
     steps: int = 0
@@ -88,34 +86,3 @@ class DeviceSummary(NamedTuple):
     waiting_seconds: float
     busy_share: float
     peak_bytes: int
-
-
-class History:
-    """At most `limit` periods, oldest first: few enough to draw, however long the training is.
-
-    All but the latest span equally many steps. When there are too many, every two become one.
-
-    Example:
-        >>> history = History(limit=4)
-        >>> for _ in range(11):
-        ...     history.add(Period.of(StepUsage((2,), (0.1,), 0.1)))
-        >>> [period.steps for period in history.periods]
-        [4, 4, 3]
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.periods: list[Period] = []
-        self._limit = limit
-        self._span = 1
-
-    def add(self, step: Period) -> None:
-        """Adds the next step."""
-        periods = self.periods
-        if len(periods) == self._limit and periods[-1].steps == self._span:
-            pairs = [periods[i : i + 2] for i in range(0, len(periods), 2)]
-            periods[:] = [sum(pair, Period()) for pair in pairs]
-            self._span *= 2
-        if periods and periods[-1].steps < self._span:
-            periods[-1] += step
-        else:
-            periods.append(step)

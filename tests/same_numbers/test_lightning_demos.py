@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos import boring_classes as boring
-from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM
 from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
 from support import oracle
 from support.oracle import assert_as_one_device, assert_equal_trees
@@ -37,12 +36,6 @@ def without_dropout(module: nn.Module) -> Any:
 def small_transformer() -> LightningModule:
     module = LightningTransformer(WORDS)
     module.model = Transformer(WORDS, ninp=16, nhid=16, dropout=0.0)
-    return module
-
-
-def small_lstm() -> LightningModule:
-    module = LightningLSTM(WORDS)
-    module.model = SimpleLSTM(WORDS, ninp=16, nhid=16, nlayers=2, dropout=0.0)
     return module
 
 
@@ -79,12 +72,6 @@ def images() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.rand(8, 1, 28, 28), torch.arange(8)), 5)
 
 
-def sequences() -> DataLoader[Any]:
-    """Each row of a batch goes on where the same row of the batch before ended."""
-    data = text(22)
-    return DataLoader(data, batch_sampler=SequenceSampler(data, batch_size=5))
-
-
 MODULES: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]] = {
     "boring": (boring.BoringModel, vectors, {}),
     "boring, one by one": (boring.BoringModel, boring.BoringModel().train_dataloader, {}),
@@ -93,8 +80,6 @@ MODULES: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], dict[
     "transformer": (small_transformer, lambda: DataLoader(text(20), BATCH), {}),
     "manual optimisation": (boring.ManualOptimBoringModel, vectors, {"mode": "step"}),
     "manual, forward": (boring.ManualOptimBoringModel, vectors, {"mode": "forward"}),
-    # Its hidden state goes on from step to step.
-    "lstm": (small_lstm, sequences, {}),
 }
 
 
@@ -117,7 +102,6 @@ def one_device(name: str) -> Any:
 
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.filterwarnings("ignore:A step binds LightningLSTM.hidden to different values")
 def test_demo_modules_are_trained_as_on_one_device(
     name: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,8 +110,7 @@ def test_demo_modules_are_trained_as_on_one_device(
     torch.set_default_dtype(torch.float64)
     make, data, strategy = MODULES[name]
     several = fit(make, data, devices, **strategy)
-    atol = 1e-8 if name == "lstm" else 1e-10  # a learning rate of 20 makes more of rounding
-    assert_equal_trees(several, one_device(name), name, atol=atol, rtol=0)
+    assert_equal_trees(several, one_device(name), name, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("devices", [2, 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -102,18 +102,11 @@ JOINED: dict[str, tuple[Callable[[], Any], Change]] = {
 NAMED: dict[str, tuple[Callable[[], Any], Change]] = {
     "sorted": (list, lambda kept, ids, losses, y, i: bisect.insort(kept, losses[0].item())),
     "window": (list, window),
-    "bound anew": (list, lambda kept, ids, losses, y, i: [*kept, losses.mean()]),
     "summed": (lambda: [0, 0.0], lambda kept, ids, losses, y, i: [kept[0] + len(y), losses.sum()]),
-    "state": (lambda: [torch.zeros(())], lambda kept, ids, losses, y, i: [losses.mean()]),
     "entry": (lambda: {"n": 0}, lambda kept, ids, losses, y, i: kept.update(n=len(y))),
-    "counts": (Counter, lambda kept, ids, losses, y, i: kept.update(y.tolist())),
     "item": (
         lambda: {"mean": [0.0, "of the batch"]},
         lambda kept, ids, losses, y, i: kept["mean"].__setitem__(0, losses.mean().item()),
-    ),
-    "list or nothing": (
-        lambda: [torch.zeros(())],
-        lambda kept, ids, losses, y, i: None if i % 2 else [losses.mean(), losses.max()],
     ),
     "number": (int, lambda kept, ids, losses, y, i: kept + len(y)),
 }
@@ -251,57 +244,6 @@ def test_what_was_done_can_be_undone(ops: list[Step]) -> None:
     assert own == before and own.maxlen == 4
 
 
-class Stateful(Classifier):
-    """Goes on from the state in which the batch before it ended, and fails if it is to."""
-
-    armed = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(10, 10)
-        self.state: Any = None
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        self.state = self.cell(
-            x, torch.zeros_like(x) if self.state is None else self.state
-        ).detach()
-        if self.armed and len(x) == 3 and self.trainer.training:
-            raise LookupError("here")
-        return F.cross_entropy(self.net(self.state), y)
-
-    def forget(self) -> None:
-        self.state = None
-
-    on_train_epoch_start = on_validation_epoch_start = on_test_epoch_start = forget
-
-
-def full_batches() -> Any:
-    """Batches of one size, as a state that goes on from batch to batch demands."""
-    return loader(n=48, batch_size=12)
-
-
-@pytest.mark.filterwarnings("ignore:A step binds Stateful.state to different values")
-@pytest.mark.parametrize("strategy", [{}, {"weights": [2, 1, 0]}], ids=str)
-def test_a_recurrent_state_stays_with_its_samples(strategy: dict[str, Any]) -> None:
-    torch.set_default_dtype(torch.float64)
-    actual = run(Stateful, 3, data=full_batches, strategy=strategy)
-    assert_same(actual, run(Stateful, 1, data=full_batches))
-
-
-def test_after_an_error_nothing_of_a_step_remains() -> None:
-    module, data = Stateful(), full_batches()
-    module.armed = True
-    job = trainer(3, DataParallelStrategy(weights=[5, 4, 3]), max_epochs=1, num_sanity_val_steps=0)
-    with pytest.raises(LookupError, match="here"):
-        job.fit(module, data, data)
-    module.armed = False
-    module.state = None
-    with pytest.warns(UserWarning, match=r"Stateful\.state to .* every replica continues from its"):
-        job.fit(module, data, data)
-    assert job.current_epoch == 1
-
-
 class Attributes(Classifier):
     """Values that all replicas have alike, and tensors that hooks change."""
 
@@ -382,16 +324,6 @@ def test_what_hooks_collect_on_a_layer_is_one_devices(prepare: Any) -> None:
             trainer(devices, max_epochs=1).fit(module, loader(22, 5))
         kept.append(module.seen)
     assert_equal_trees(*kept, "kept", atol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["output", "_output"])
-@pytest.mark.usefixtures("unchecked")
-def test_a_value_that_differs_is_named_by_the_layers_place(name: str) -> None:
-    module = Classifier()
-    module.net[0].register_forward_hook(lambda layer, _, out: setattr(layer, name, out.detach()))
-    text = rf"A step binds Classifier\.net\.0\.{name} to different values"
-    with pytest.warns(UserWarning, match=text):
-        trainer(2, max_epochs=1, num_sanity_val_steps=0).fit(module, loader(22, 5), loader())
 
 
 class Last(nn.Module):

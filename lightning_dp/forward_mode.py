@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.replicate import Replicas
-from lightning_dp.parallel.scatter import Shards
 from lightning_dp.state import warn_of_step
 
 
@@ -51,13 +48,20 @@ class ForwardMode(Mode):
             if is_metric(submodule):
                 submodule.to(output_device)
         recorder = StepRecorder(module, devices, output_device)
+
+        @contextmanager
+        def around_call(*call: Any) -> Iterator[None]:
+            # What replicas log and measure is joined, as step mode does for a step.
+            with recorder.around(*call), _at(module, devices[0]):
+                yield
+
         self.engine = ForwardParallel(
             module,
             devices,
             output_device=output_device,
             rules=recorder,
             scalars="merge",
-            context=partial(_around_call, recorder, module, devices[0]),
+            context=around_call,
             **options,
         )
         # Steps whose first run with a result has not been looked at.
@@ -73,10 +77,9 @@ class ForwardMode(Mode):
     @override
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls the step, and warns if the first one spread nothing."""
-        call = partial(getattr(self.module, method), batch, *args)
         num_calls, num_cut = self.engine.num_calls, self.engine.num_cut
         with self.engine.spreading(), _at(self.module, self.engine.output_device):
-            output = call()
+            output = getattr(self.module, method)(batch, *args)
         # A step without a result may compute nothing; one of manual optimisation returns nothing.
         by_hand = method == "training_step" and not self.module.automatic_optimization
         if method in self._to_check and (by_hand or output is not None):
@@ -119,18 +122,3 @@ class ForwardMode(Mode):
 def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:
     """Sets `self.device` of the module for a while."""
     return replaced(module, **own_device(module, device))
-
-
-@contextmanager
-def _around_call(
-    recorder: StepRecorder,
-    module: LightningModule,
-    device: torch.device,
-    replicas: Replicas,
-    name: str,
-    shards: Shards,
-    is_rerun: bool,
-) -> Iterator[None]:
-    """Joins what replicas log and measure in a spread call, as step mode does for a step."""
-    with recorder.around(replicas, name, shards, is_rerun), _at(module, device):
-        yield

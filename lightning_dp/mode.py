@@ -21,8 +21,6 @@ from lightning_dp.parallel.engine import Engine
 Transfer: TypeAlias = Callable[..., Any]
 """Lightning's transfer hooks: called with a batch or shard, a device and `dataloader_idx`."""
 
-_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_dp.")
-
 
 class Mode(ABC):
     """Runs the steps of one LightningModule on an engine that it makes."""
@@ -70,13 +68,12 @@ class Mode(ABC):
         return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss
 
 
-_STEPS: dict[Any, tuple[str, ...]] = {
+_STEPS = {
     TrainerFn.FITTING: ("training_step", "validation_step"),
     TrainerFn.VALIDATING: ("validation_step",),
     TrainerFn.TESTING: ("test_step",),
     TrainerFn.PREDICTING: ("predict_step",),
 }
-"""The steps of each of the Trainer's runs."""
 
 
 def why_forward_mode(module: LightningModule) -> str:
@@ -88,7 +85,7 @@ def why_forward_mode(module: LightningModule) -> str:
     """
     if not module.automatic_optimization:
         return "it sets automatic_optimization = False"
-    for name in _STEPS[module.trainer.state.fn]:
+    for name in _STEPS.get(module.trainer.state.fn, ()):  # type: ignore[call-overload]  # no None
         step = getattr(module, name)
         if step and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             return f"its {name} takes dataloader_iter"
@@ -109,13 +106,11 @@ def has_user_hooks(trainer: Any) -> bool:
     A hook of the module, the data module or a callback that is not Lightning's.
     """
     owners = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
-    return any(
-        _is_users(vars(owner).get(name) or getattr(type(owner), name, None))
+    hooks = [
+        vars(owner).get(name) or getattr(type(owner), name, None)
         for owner in owners
         if owner is not None
         for name in _BETWEEN_STEPS
-    )
-
-
-def _is_users(hook: Any) -> bool:
-    return hook is not None and not getattr(hook, "__module__", "").startswith(_LIGHTNING)
+    ]
+    theirs = ("lightning.", "pytorch_lightning.", "lightning_dp.")
+    return not all(h is None or getattr(h, "__module__", "").startswith(theirs) for h in hooks)

@@ -110,12 +110,10 @@ class StepMode(Mode):
 def check_layers_are_registered(root: LightningModule) -> None:
     """Raises a ValueError for layers with weights or buffers in plain containers only.
 
-    Such layers are neither moved to a device nor trained nor saved. Lightning's hyperparameters,
-    which may be layers, are in a dict of a class of its own, which is not looked into.
+    Not for Lightning's hyperparameters, which are in a dict of a class of its own.
     """
-    modules = list(root.modules())
-    known = set(map(id, modules))
-    for module in modules:
+    known = {*map(id, root.modules())}
+    for module in root.modules():
         for name, value in vars(module).items():
             for path, hidden in layers_in(value, name):
                 has_tensors = next(chain(hidden.parameters(), hidden.buffers()), None) is not None

@@ -6,7 +6,7 @@ A mode runs the batches and steps of the loop: `step_mode` or `forward_mode`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -37,7 +37,6 @@ from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
 from lightning_dp.parallel.gather import Override
 from lightning_dp.parallel.reduce import LOSS_REDUCTIONS
-from lightning_dp.parallel.scatter import no_costs
 from lightning_dp.parallel.split import (
     Auto,
     OwnSplit,
@@ -47,7 +46,7 @@ from lightning_dp.parallel.split import (
     split_policy,
 )
 from lightning_dp.parallel.usage import DeviceUsage
-from lightning_dp.processes import Rule, check_group_options
+from lightning_dp.processes import check_group_options
 from lightning_dp.step_mode import StepMode
 
 
@@ -91,10 +90,11 @@ class DataParallelMixin(CheckpointMixin):
             the batch, see `sample_cost`. Or a function `(batch_size, devices) -> sizes`. What a
             split learns goes into no checkpoint. Where memory runs out, every split gives the
             device fewer samples, and the step runs again. Between processes shares are as the
-            numbers of devices; `"chunk"` goes by all devices of all processes.
+            numbers of devices.
         weights: fixed shares, one number of at least 0 per device of the machine: `[1, 3, 3, 3]`.
-            Only their ratios matter, between machines too; 0 leaves a device idle. With
-            `split="adaptive"`, the shares that it begins with. None for equal shares.
+            Only their ratios matter, between machines too; 0 leaves a device idle, but not all of
+            a process. With `split="adaptive"`, the shares that it begins with. None for equal
+            shares.
         sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
             as `"lengths"` or `"text.lengths"`; None to ask the module.
         dim: the dimension along which batches are cut and outputs joined.
@@ -157,7 +157,6 @@ class DataParallelMixin(CheckpointMixin):
     _mode: Mode | None = None  # on several devices
     _auto: AutoSplitSteps | None = None  # with split="auto"
     _first_steps: FirstSteps | None = None
-    _returned_none = False  # the latest training step
 
     @named_options
     def __init__(
@@ -190,22 +189,26 @@ class DataParallelMixin(CheckpointMixin):
         check_choice("check_first_step", check_first_step, ("auto", True, False))
         check_choice("mode", mode, ("step", "forward"))
         check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-        _check_forward_options(mode, parallel_modules, move_batch)
+        check_names("parallel_modules", parallel_modules)
+        check_choice("move_batch", move_batch, (True, False))
+        forward_options = {"parallel_modules": parallel_modules, "move_batch": move_batch}
+        if mode == "step" and (parallel_modules or not move_batch):
+            key = "parallel_modules" if parallel_modules else "move_batch"
+            raise ValueError(
+                f"{key}: expected to be left out in step mode, got {forward_options[key]}. Use "
+                'mode="forward", in which it has a meaning.'
+            )
         self._timeout = check_group_options(process_group_backend, timeout)
+        self._process_group_backend = process_group_backend
         self._engine_options: dict[str, Any] = {
             "dim": dim,
             "cost_key": sample_cost,
             "overrides": gather_overrides,
             "buffers": buffers,
             "executor": executor,
-            "loss_reduction": loss_reduction,
             "timeout": self._timeout,
         }
-        self._forward_options: dict[str, Any] = {
-            "parallel_modules": parallel_modules,
-            "move_batch": move_batch,
-        }
-        self._process_group_backend = process_group_backend
+        self._forward_options, self._loss_reduction = forward_options, loss_reduction
         self._split, self._weights = split, weights
         self._mode_name, self._output_device = mode, output_device
         self._check_first_step: bool | Literal["auto"] = check_first_step
@@ -219,19 +222,12 @@ class DataParallelMixin(CheckpointMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
-        state = {**super().__getstate__(), "_mode": None, "_auto": None}
-        return {**state, "_first_steps": None}
+        return {**super().__getstate__(), "_mode": None, "_auto": None, "_first_steps": None}
 
     def __repr__(self) -> str:
-        """Options and devices; until a Trainer has it, which can: Lightning refuses others so."""
+        """With the package: the other package's Trainer refuses the strategy by this text."""
         options = ", ".join(f"{option}={value}" for option, value in self.given_options.items())
-        name = f"{type(self).__qualname__}({options})"
-        if self.accelerator is not None:
-            return f"<{name} on {', '.join(self.replica_names)}>"
-        other, twin = "lightning", "lightning_dp.DataParallelStrategy"
-        if self.package == other:
-            other, twin = "pytorch_lightning", "lightning_dp.pytorch_lightning.DataParallelStrategy"
-        return f"<{name} for a Trainer of {self.package}; one of {other} takes {twin}>"
+        return f"<{type(self).__qualname__}({options}) for a Trainer of {self.package}>"
 
     # Devices, and how samples are shared out
 
@@ -246,52 +242,48 @@ class DataParallelMixin(CheckpointMixin):
 
         Where several processes share them out, `take_devices` comes next.
         """
-        self.machine_devices = self._devices = parallel_devices
-        self._own_weights = self._weights
-        self._split_policy: SplitPolicy | None = None
-        if parallel_devices:
-            if self._split != "memory":  # which asks devices, that may be another process's
-                self._split_policy = self._new_policy()
-            self._resolved_output = resolve_output_device(self._output_device, parallel_devices)
+        self.machine_devices = parallel_devices
+        self._take(parallel_devices, self._weights)
 
     @override
     def take_devices(self, own: slice) -> None:
         machine = self.machine_devices or []
-        self._devices = machine[own]
-        self._own_weights = None if self._weights is None else self._weights[own]
-        self._split_policy = self._new_policy()
-        self._resolved_output = resolve_output_device(self._output_device, self._devices)
-        if self._resolved_output in {*machine} - {*self._devices}:
+        self._take(machine[own], None if self._weights is None else self._weights[own])
+        if self._resolved_output in {*machine} - {*machine[own]}:
             raise ValueError(
                 "output_device: expected None, 'cpu' or one of this process's own devices "
-                f"{list(map(str, self._devices))}, got {self._output_device!r}, which is another "
+                f"{list(map(str, machine[own]))}, got {self._output_device!r}, which is another "
                 "process's. Leave it out for each process's root device."
             )
 
+    def _take(self, devices: list[torch.device] | None, weights: Sequence[float] | None) -> None:
+        self._devices, self._own_weights = devices, weights
+        self._split_policy: SplitPolicy | None = None
+        if devices:
+            if self._split != "memory":  # which asks devices, that may be another process's
+                self._split_policy = self._new_policy()
+            self._resolved_output = resolve_output_device(self._output_device, devices)
+
     def _new_policy(self) -> SplitPolicy:
-        devices, weights = self._devices or [], self._own_weights
-        if weights is not None and len(devices) == len(weights) and not any(weights):
-            weights = None  # the other processes have all samples; of theirs one is worked on here
+        devices = self._devices or []
         # Only "memory" needs devices that count it: others take 0 for "no limit is known".
         capacities = partial(memory_capacities, devices, must_count=self._split == "memory")
-        return split_policy(self._split, weights, devices, capacities)
+        return split_policy(self._split, self._own_weights, devices, capacities)
 
     @property
     @override
-    def share(self) -> tuple[int, tuple[float, ...] | None, Rule]:
-        weights = None if self._own_weights is None else tuple(self._own_weights)
-        rule: Rule = "chunk" if self._split == "chunk" else "even"
-        return len(self._devices or ()), weights, rule
+    def share(self) -> float:
+        return float(sum(self._own_weights or [1] * len(self._devices or ())))
 
     @property
     @override
     def root_device(self) -> torch.device:
-        if not self.parallel_devices:
+        if not self._devices:
             raise RuntimeError(
                 "Expected the strategy to be used in a Trainer, which gives it its devices, or "
                 "DataParallelStrategy(devices=[...])."
             )
-        return self.parallel_devices[0]
+        return self._devices[0]
 
     @property
     def output_device(self) -> torch.device:
@@ -299,18 +291,6 @@ class DataParallelMixin(CheckpointMixin):
         return self._resolved_output
 
     # Setting up and tearing down
-
-    @override
-    def connect(self, model: LightningModule) -> None:
-        """Takes the module, before any data is loaded, and asks whether it can tell costs.
-
-        In forward mode each module whose call is spread may give them, also one made later.
-        """
-        has_costs = self._engine_options["cost_key"] is not None or hasattr(model, "sample_cost")
-        is_split = self._split == "cost" and len(self.machine_devices or ()) > 1
-        if is_split and not has_costs and self._mode_name == "step":
-            raise no_costs(model)
-        super().connect(model)
 
     @override
     def model_to_device(self) -> None:
@@ -322,35 +302,21 @@ class DataParallelMixin(CheckpointMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        devices = cast(list[torch.device], self.parallel_devices)
-        asked = devices_asked_for(trainer)
-        if "devices" in self.given_options and asked not in (None, len(self.machine_devices or ())):
+        asked, own = devices_asked_for(trainer), self.machine_devices or []
+        if "devices" in self.given_options and asked not in (None, len(own)):
             raise ValueError(
                 f"devices: expected as many as Trainer(devices=...) names, {asked}, got "
-                f"{[*map(str, self.machine_devices or ())]}. Leave out one of the two: the "
-                "strategy's devices are taken in place of the Trainer's."
+                f"{[*map(str, own)]}. Leave out one of the two: the strategy's devices are taken "
+                "in place of the Trainer's."
             )
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
+        plugin, why = layer_sync(self), why_forward_mode(self._module)
         if self._world is not None:
-            _check_callbacks(trainer)
+            self._check_processes(why, synced=plugin is not None)
             self.begin_together(self._world, self._options_of_all, trainer)
-        if len(devices) == 1 and self._world is None:
+        elif len(self._devices or ()) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
-        plugin = layer_sync(self)
-        why = why_forward_mode(self._module)
-        if self._world is not None and (why or self._mode_name == "forward"):
-            raise ValueError(
-                "mode: expected step mode in several processes, got forward mode"
-                f"{f', as {why}' if why else ''}. Use step mode, or start one process, which can "
-                "have all devices of the machine, or use Lightning's strategy='ddp'."
-            )
-        if self._world is not None and plugin is not None:
-            raise ValueError(
-                "sync_batchnorm: expected False in several processes, got True: a step looks at "
-                "the samples of its own process alone. Start one process, which can have all "
-                "devices of the machine, or use Lightning's strategy='ddp'."
-            )
         if plugin is not None:
             set_layer_sync(self, replicas_own(plugin))
             layer_sync(self).apply(self._module)
@@ -373,8 +339,22 @@ class DataParallelMixin(CheckpointMixin):
                 trainer,
                 self._new_mode,
                 super().batch_to_device,
-                self._engine_options["loss_reduction"],
+                self._loss_reduction,
             )
+
+    def _check_processes(self, why_forward: str, *, synced: bool) -> None:
+        """Refuses what looks at the whole batch: a step of several processes sees its own part."""
+        got = f"forward mode{f', as {why_forward}' if why_forward else ''}"
+        for key, expected, value, is_refused in (
+            ("mode", "step mode", got, bool(why_forward) or self._mode_name == "forward"),
+            ("sync_batchnorm", "False", "True", synced),
+        ):
+            if is_refused:
+                raise ValueError(
+                    f"{key}: expected {expected} in several processes, got {value}. Leave it out, "
+                    "or start one process, which can have all devices of the machine, or use "
+                    "Lightning's strategy='ddp'."
+                )
 
     def _new_mode(self, **others: Any) -> Mode:
         """Makes the mode that this run needs, with some of its engine's options replaced."""
@@ -390,9 +370,8 @@ class DataParallelMixin(CheckpointMixin):
         }
         devices = self._devices or []
         if self._mode_name == "forward" or why_forward_mode(self._module):
-            del options["loss_reduction"]  # the step sees the whole batch
             return ForwardMode(self._module, devices, **self._forward_options, **options)
-        return StepMode(self._module, devices, **options)
+        return StepMode(self._module, devices, loss_reduction=self._loss_reduction, **options)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -430,9 +409,7 @@ class DataParallelMixin(CheckpointMixin):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._step("training_step", *args, **kwargs)
-        self._returned_none = output is None
-        return output
+        return self._step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -492,38 +469,33 @@ class DataParallelMixin(CheckpointMixin):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        mode = self._mode
-        if mode is None:
+        engine = None if self._mode is None else self._mode.engine
+        kind = None if engine is None or not engine.on_cpu else engine.meter.kind
+        if engine is None or not kind or not engine.executor.is_in_threads(kind):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         # Beside workers, an optimizer that takes a team of threads would wait for them to wake.
-        engine, num_threads = mode.engine, torch.get_num_threads()
-        kind = engine.meter.kind
-        is_spread = engine.on_cpu and kind and engine.executor.is_in_threads(kind)
+        num_threads = torch.get_num_threads()
 
         def with_all_gradients() -> Any:
-            if is_spread:  # an optimizer may call this several times
-                torch.set_num_threads(num_threads)
+            torch.set_num_threads(num_threads)  # an optimizer may call this several times
             result = closure()
-            if is_spread and (self._auto is None or not self._auto.is_alone):
+            if self._auto is None or not self._auto.is_alone:
                 torch.set_num_threads(optimizer_threads(optimizer))
             return result
 
         try:
             return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
         finally:
-            if is_spread:
-                torch.set_num_threads(num_threads)
+            torch.set_num_threads(num_threads)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, the optimizer waits for a later backward."""
-        with super().block_backward_sync():
-            if self._mode is None:
-                yield
-                return
-            with replaced(self._mode.engine, accumulating=True):
-                yield
+        engine = None if self._mode is None else self._mode.engine
+        blocked = nullcontext() if engine is None else replaced(engine, accumulating=True)
+        with super().block_backward_sync(), blocked:
+            yield
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 
@@ -548,28 +520,6 @@ class DataParallelMixin(CheckpointMixin):
     def _resync(self) -> None:
         if self._mode is not None:
             self._mode.engine.resync()
-
-    # Several processes
-
-    @contextmanager
-    def as_only_process(self) -> Iterator[None]:
-        """While it lasts, it asks no other process."""
-        with replaced(self, _world=None):
-            yield
-
-    @property
-    @override
-    def world_size(self) -> int:
-        """The number of processes; 1 where Lightning asks about a training step without a loss.
-
-        It then refuses more than one: some would wait for gradients that others do not have. Here
-        None comes from all processes or from none. It is the first to ask after the step; after a
-        step with manual optimisation it does not.
-        """
-        asks_why, self._returned_none = self._returned_none, False
-        if asks_why and self._module.automatic_optimization:
-            return 1
-        return super().world_size
 
     # What monitors and callbacks read
 
@@ -601,35 +551,11 @@ class DataParallelMixin(CheckpointMixin):
             strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
 
 
-def _check_forward_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
-    """Raises a ValueError for impossible options of forward mode, and for those in step mode."""
-    check_names("parallel_modules", parallel_modules)
-    check_choice("move_batch", move_batch, (True, False))
-    if mode == "step" and (parallel_modules or not move_batch):
-        named = ("parallel_modules", list(parallel_modules))
-        key, value = named if parallel_modules else ("move_batch", move_batch)
-        raise ValueError(
-            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
-            "which it has a meaning."
-        )
-
-
 _OF_ALL = (
     *("mode", "split", "sample_cost", "dim", "gather_overrides", "parallel_modules"),
     *("move_batch", "loss_reduction", "buffers"),
 )
 """Those that all processes share."""
-
-
-def _check_callbacks(trainer: Any) -> None:
-    """Refuses what cannot be in several processes."""
-    for callback in trainer.callbacks:
-        if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
-            raise ValueError(
-                f"Expected no {type(callback).__qualname__} in several processes, as each of them "
-                "would look for a checkpoint that the first one alone has written. Look for the "
-                "batch size with one process: it is that of all samples together."
-            )
 
 
 class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101  # it is `__doc__`

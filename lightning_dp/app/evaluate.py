@@ -15,7 +15,7 @@ from lightning_dp.app.build import begin
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.options import OptionError
 from lightning_dp.app.run import as_program
-from lightning_dp.app.together import agree_on_run_folder
+from lightning_dp.app.together import quiet_other_processes
 
 _GROUPS = ("model", "data")
 
@@ -80,7 +80,7 @@ def _best_of(folder: Path) -> Path:
 
 def main() -> None:
     """Entry point of the command line."""
-    agree_on_run_folder()
+    quiet_other_processes()
     _main()
 
 

@@ -12,7 +12,7 @@ from lightning_dp.app.build import begin
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.options import OptionError
 from lightning_dp.app.run import as_program
-from lightning_dp.app.together import agree_on_run_folder, has_restarted
+from lightning_dp.app.together import quiet_other_processes
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +21,6 @@ register_resolvers()
 
 def train(cfg: DictConfig) -> report.Report:
     """Runs the job that ``conf/train.yaml`` describes; results go to ``cfg.paths.output_dir``."""
-    last = Path(cfg.paths.output_dir, "checkpoints", "last.ckpt")
-    if has_restarted() and cfg.train and last.exists():
-        log.info("restarted: resuming from %s", last)
-        cfg = cfg.copy()
-        cfg.ckpt_path = str(last)
     job = begin(cfg)
     trainer, usage = job.trainer, report.Usage()
     metrics: dict[str, float] = {}
@@ -56,7 +51,7 @@ def _best(trainer: Trainer) -> str | None:
 
 def main() -> None:
     """Entry point of the command line; a sweeper gets ``optimized_metric``."""
-    agree_on_run_folder()
+    quiet_other_processes()
     _main()
 
 

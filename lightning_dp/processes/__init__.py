@@ -7,5 +7,3 @@ starts the processes and ends all of them when one fails.
 
 from lightning_dp.processes.ranks import ProcessesMixin as ProcessesMixin
 from lightning_dp.processes.ranks import check_group_options as check_group_options
-from lightning_dp.processes.slices import Rule as Rule
-from lightning_dp.processes.slices import rank_sizes as rank_sizes

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -24,10 +23,11 @@ from typing_extensions import override
 from lightning_dp.lightning_private import join_process_group, may_log, running_hook
 from lightning_dp.parallel.apply import collectives, current_participant, fewest_samples
 from lightning_dp.parallel.checks import short_repr
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.gather import gather, without_rows
-from lightning_dp.parallel.split import Sizes, even, fitted
-from lightning_dp.processes.slices import RankLoader, Rule, open_slices, rank_sizes
+from lightning_dp.parallel.split import Sizes, even, fitted, weighted
+from lightning_dp.processes.slices import RankLoader, open_slices
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
@@ -40,8 +40,8 @@ else:
 
 _OF_TRAINER = (
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision"),
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "val_check_interval"),
-    *("check_val_every_n_epoch", "num_sanity_val_steps", "overfit_batches", "log_every_n_steps"),
+    *("max_epochs", "max_steps", "check_val_every_n_epoch", "val_check_interval"),
+    *("num_sanity_val_steps", "overfit_batches", "log_every_n_steps"),
     *(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")),
 )
 """The Trainer's options that decide which steps there are, and what they do."""
@@ -60,37 +60,11 @@ class ProcessesMixin(ParallelStrategy):
 
     machine_devices: list[torch.device] | None
     """The devices of this machine, which its processes share out."""
-    _world: World | None = None
     num_nodes = 1  # machines; the Trainer sets it
+    _world: World | None = None
     _process_group_backend: str | None = None
     _timeout: timedelta | None = None
-    _sizes: Callable[[int], Sizes]  # of all ranks' slices
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0 if self._cluster is None else self._cluster.global_rank()
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0 if self._cluster is None else self._cluster.local_rank()
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0 if self._cluster is None else self._cluster.node_rank()
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1 if self._cluster is None else self._cluster.world_size()
-
-    @property
-    def replica_names(self) -> tuple[str, ...]:
-        """The names of this process's replicas in logs, errors and tables."""
-        rank = None if self._cluster is None else self.global_rank
-        return tuple(replica_names(self.parallel_devices or [], rank))
+    _shares: list[float]  # of all ranks in a batch; only their ratios matter
 
     @property
     def world(self) -> World | None:
@@ -98,73 +72,68 @@ class ProcessesMixin(ParallelStrategy):
         return self._world
 
     @property
-    def _cluster(self) -> ClusterEnvironment | None:
-        """The environment that has started several processes; None if there is only one."""
-        environment = self.cluster_environment
-        # Without SLURM_NTASKS, srun has started one process, and Lightning's environment raises.
-        is_slurm = any(cls.__name__ == "SLURMEnvironment" for cls in type(environment).__mro__)
-        if environment is None or (is_slurm and "SLURM_NTASKS" not in os.environ):
-            return None
-        return environment if environment.world_size() > 1 else None
+    def replica_names(self) -> tuple[str, ...]:
+        """The names of this process's replicas in logs, errors and tables."""
+        rank = self.global_rank if self.world_size > 1 else None
+        return tuple(replica_names(self.parallel_devices or [], rank))
+
+    @contextmanager
+    def as_only_process(self) -> Iterator[None]:
+        """While it lasts, it asks no other process."""
+        with replaced(self, _world=None):
+            yield
 
     # Starting
 
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer once it knows the environment, the devices and the machines."""
-        if self._cluster is not None:
-            cast(Any, rank_zero_only).rank = self.global_rank
-            self.take_devices(self._slices_of_devices()[self.local_rank])
-        elif self.num_nodes > 1:
-            raise ValueError(
-                f"num_nodes: expected 1, as no processes were started on other machines, got "
-                f"{self.num_nodes}. Start the script on each machine by torchrun or srun."
-            )
-
-    def _slices_of_devices(self) -> list[slice]:
-        """Which of the machine's devices each of its processes has: neighbours, in order."""
-        size, nodes, count = self.world_size, self.num_nodes, len(self.machine_devices or ())
-        own = int(os.environ.get("LOCAL_WORLD_SIZE", size // nodes))  # processes on this machine
-        if own * nodes != size or self.local_rank >= own:
-            raise ValueError(
-                f"num_nodes: expected the number of machines, on which {size} processes were "
-                f"started, got {nodes}. Set Trainer(num_nodes=...)."
-            )
-        if count < own:
-            raise ValueError(
-                f"devices: expected at least {own}, one for each of this machine's processes, "
-                f"which share out its devices, got {count}."
-            )
-        return [slice(a, b) for a, b in pairwise([0, *accumulate(even(count, own))])]
-
     @property
     @abstractmethod
-    def share(self) -> tuple[int, tuple[float, ...] | None, Rule]:
-        """This process's number of devices, their weights, and the rule without weights."""
+    def share(self) -> float:
+        """This process's share of each batch, in proportion to those of the others."""
 
     @abstractmethod
     def take_devices(self, own: slice) -> None:
         """Keeps these of the machine's devices, which are this process's."""
 
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer once it knows the environment, the devices and the machines."""
+        size, nodes, count = self.world_size, self.num_nodes, len(self.machine_devices or ())
+        if size == 1:
+            if nodes > 1:
+                raise ValueError(
+                    f"num_nodes: expected 1, as no processes were started on other machines, got "
+                    f"{nodes}. Start the script on each machine by torchrun or srun."
+                )
+            return
+        cast(Any, rank_zero_only).rank = self.global_rank
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", size // nodes))  # processes on this machine
+        if here * nodes != size or self.local_rank >= here:
+            raise ValueError(
+                f"num_nodes: expected the number of machines, on which {size} processes were "
+                f"started, got {nodes}. Set Trainer(num_nodes=...)."
+            )
+        if count < here:
+            raise ValueError(
+                f"devices: expected at least {here}, one for each of this machine's processes, "
+                f"which share out its devices, got {count}."
+            )
+        ends = [0, *accumulate(even(count, here))]
+        self.take_devices(slice(ends[self.local_rank], ends[self.local_rank + 1]))
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        cluster = self._cluster
-        if cluster is not None and self._world is None:
-            from lightning_dp.parallel.processes import World
+        if self.world_size == 1 or self._world is not None:
+            return
+        from lightning_dp.parallel.processes import World
 
-            options = {} if self._timeout is None else {"timeout": self._timeout}
-            join_process_group(cluster, self._backend(), **options)
-            self._world = World(self.global_rank, self.world_size, timeout=self._timeout)
-            self._sizes = _agreed_sizes(self._world.all_gather_objects(self.share))
-
-    def _backend(self) -> str:
-        if self._process_group_backend is not None:
-            return self._process_group_backend.lower()
-        devices = self.machine_devices or []
-        roots = [devices[own.start] for own in self._slices_of_devices()]
-        # Not run on a GPU yet. NCCL takes a GPU from one process only.
-        has_nccl = roots[0].type == "cuda" and len(set(roots)) == len(roots)
-        return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+        backend, devices = self._process_group_backend, self.machine_devices or []
+        if backend is None:  # NCCL takes a GPU from one process only; it has not been run yet
+            has_nccl = devices[0].type == "cuda" and len(set(devices)) == len(devices)
+            backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+        options = {} if self._timeout is None else {"timeout": self._timeout}
+        join_process_group(self.cluster_environment, backend.lower(), **options)
+        self._world = World(self.global_rank, self.world_size, timeout=self._timeout)
+        self._shares = self._world.all_gather_objects(self.share)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy joins the processes when it is set up."""
@@ -172,19 +141,17 @@ class ProcessesMixin(ParallelStrategy):
 
     def begin_together(self, world: World, options: Mapping[str, Any], trainer: Any) -> None:
         """Checks that all processes have the same options, and gives them rank 0's module."""
-        own = {
-            n: getattr(value, "__qualname__", None) or repr(value) for n, value in options.items()
-        }
-        own |= {f"Trainer's {n}": repr(getattr(trainer, n)) for n in _OF_TRAINER}
+        own = {n: getattr(v, "__qualname__", None) or repr(v) for n, v in options.items()}
+        own |= {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _OF_TRAINER}
         own["the Trainer's method"] = repr(trainer.state.fn)
         first, *others = world.all_gather_objects(own)
         for rank, other in enumerate(others, 1):
-            name = next((n for n in first if other[n] != first[n]), None)
-            if name is not None:
-                raise ValueError(
-                    f"{name}: expected the same in all processes, got {first[name]} in process 0 "
-                    f"and {other[name]} in process {rank}. Start them with the same options."
-                )
+            for name, value in first.items():
+                if other[name] != value:
+                    raise ValueError(
+                        f"{name}: expected the same in all processes, got {value} in process 0 and "
+                        f"{other[name]} in process {rank}. Start them with the same options."
+                    )
         module = cast(nn.Module, self.lightning_module)
         if any(getattr(part, "max_norm", None) is not None for part in module.modules()):
             raise ValueError(
@@ -196,7 +163,12 @@ class ProcessesMixin(ParallelStrategy):
         # Lightning's loops ask the precision plugin first what becomes of a batch.
         plugin = self.precision_plugin
         convert = type(plugin).convert_input.__get__(plugin)
-        vars(plugin)["convert_input"] = partial(_open, world, convert)
+
+        def open_and_convert(batch: Any) -> Any:
+            batch, world.is_idle = open_slices(batch)
+            return convert(batch)
+
+        vars(plugin)["convert_input"] = open_and_convert
 
     @override
     def teardown(self) -> None:
@@ -214,7 +186,7 @@ class ProcessesMixin(ParallelStrategy):
 
     def _slice_sizes(self, n: int) -> Sizes:
         """The sizes of all ranks' slices, none too small for the module's batch norm layers."""
-        sizes, module = self._sizes(n), self.lightning_module
+        sizes, module = weighted(n, self._shares), self.lightning_module
         least = 1 if module is None else fewest_samples(module)
         return fitted(sizes, None, least) or sizes
 
@@ -225,13 +197,15 @@ class ProcessesMixin(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether `self.log(..., sync_dist=True)` is for all processes: in hooks that may log.
+        """Whether Lightning may treat the running hook as one of several processes'.
 
-        Elsewhere Lightning asks this to decide whether a DataLoader needs a DistributedSampler.
+        In hooks that log: `self.log(..., sync_dist=True)` is for all processes. In `setup`: there
+        BatchSizeFinder refuses them. Elsewhere Lightning would give DataLoaders a
+        DistributedSampler.
         """
         module = self.lightning_module
         hook = None if self._world is None or module is None else running_hook(module)
-        return hook is not None and may_log(hook)
+        return hook is not None and (hook == "setup" or may_log(hook))
 
     # Collectives
 
@@ -240,17 +214,22 @@ class ProcessesMixin(ParallelStrategy):
         """The processes, where no replica calls."""
         return None if current_participant() is not None else self._world
 
-    @property
-    def is_failing(self) -> bool:
-        """Whether an error ends this process, so that the others may not come to a collective."""
-        module = self.lightning_module
-        return self._world is not None and module is not None and module.trainer.interrupted
+    def _of_ranks(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """The tensors of all ranks, or in a batch's hook of those that have samples of it."""
+        world, module = cast(Any, self._world), self.lightning_module
+        hook = None if module is None else running_hook(module)
+        # A rank with an empty slice has samples of other batches: its part of an epoch counts.
+        is_of_batch = hook is not None and any(word in hook for word in _OF_BATCHES)
+        sent = None if is_of_batch and world.is_idle else tensor
+        return [t.to(tensor.device) for t in world.all_gather_objects(sent, what) if t is not None]
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Outside of steps, each process counts as one."""
-        if not isinstance(tensor, Tensor) or self._outside is None:
-            return collectives.reduce(tensor, reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if self._outside is None:
+            return collectives.reduce(tensor, reduce_op)
         name = collectives.op_name(reduce_op)
         tensors = self._of_ranks(tensor, f"reduce with op={name!r}")
         return collectives.reduced(name, tensors, [1] * len(tensors))
@@ -276,25 +255,19 @@ class ProcessesMixin(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._outside is not None and not self.is_failing:
+        module = self.lightning_module
+        if self._outside is None:
+            collectives.barrier(name)
+        # After an error the other processes may not come to it.
+        elif module is None or not module.trainer.interrupted:
             self._outside.barrier()
-        collectives.barrier(name)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._outside is not None:
-            decisions = self._outside.all_gather_objects(bool(decision))
-            return min(decisions) if all else max(decisions)
-        return collectives.decide(decision, everybody=all)
-
-    def _of_ranks(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """The tensors of all ranks, or in a batch's hook of those that have samples of it."""
-        world, module = cast(Any, self._world), self.lightning_module
-        hook = None if module is None else running_hook(module)
-        # A rank with an empty slice has samples of other batches: its part of an epoch counts.
-        is_of_batch = hook is not None and any(word in hook for word in _OF_BATCHES)
-        sent = None if is_of_batch and world.is_idle else tensor
-        return [t.to(tensor.device) for t in world.all_gather_objects(sent, what) if t is not None]
+        if self._outside is None:
+            return collectives.decide(decision, everybody=all)
+        decisions = self._outside.all_gather_objects(bool(decision), "reduce_boolean_decision")
+        return min(decisions) if all else max(decisions)
 
 
 def check_group_options(backend: str | None, timeout: timedelta | float | None) -> timedelta | None:
@@ -316,20 +289,3 @@ def check_group_options(backend: str | None, timeout: timedelta | float | None) 
         "timeout: expected more than 0 seconds, as a number or a datetime.timedelta, or None, "
         f"got {short_repr(timeout)}. Leave it out for torch's default, half an hour with gloo."
     )
-
-
-def _agreed_sizes(shares: list[tuple[int, tuple[float, ...] | None, Rule]]) -> Callable[..., Sizes]:
-    """The sizes of all ranks' slices as a function of the batch size."""
-    counts, weights, rules = zip(*shares, strict=True)
-    flat = None if None in weights else [weight for own in weights for weight in own]
-    if len(set(rules)) > 1 or 0 < weights.count(None) < len(weights) or (flat and not any(flat)):
-        raise ValueError(
-            "split, weights: expected the same rule in all processes, and weights in all, one of "
-            f"them above 0, or in none, got {list(rules)} and {list(weights)}."
-        )
-    return partial(rank_sizes, device_counts=counts, weights=flat, rule=rules[0])
-
-
-def _open(world: World, convert: Callable[[Any], Any], batch: Any) -> Any:
-    batch, world.is_idle = open_slices(batch)
-    return convert(batch)

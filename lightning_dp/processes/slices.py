@@ -1,63 +1,36 @@
 """Slices: each rank loads only its own samples of every batch.
 
 The batch of a DataLoader is the global batch, as on one device. Rank 0 draws the indices of each
-batch and broadcasts them, so any sampler works and all random numbers come from one source. Each
-rank then loads its slice. No sample is padded, repeated or dropped.
+batch for all, so any sampler works and all random numbers come from one source. Each rank then
+loads its slice. No sample is padded, repeated or dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from itertools import accumulate, count
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from lightning.fabric.utilities.data import sized_len
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp.lightning_private import is_index_sampler
-from lightning_dp.parallel.split import Sizes, chunk, even, weighted
+from lightning_dp.parallel.split import Sizes
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
 
-Rule: TypeAlias = Literal["even", "chunk"]
-
 _STAND_INS = 2
 """Samples of other ranks that a rank with an empty slice loads: batch norm needs two."""
-
-
-def rank_sizes(
-    n: int,
-    device_counts: Sequence[int],
-    weights: Sequence[float] | None = None,
-    rule: Rule = "even",
-) -> Sizes:
-    """The sizes of the ranks' slices: each gets what its devices would get in one process.
-
-    Args:
-        n: the global batch size, in samples.
-        device_counts: how many devices each rank has.
-        weights: shares of all devices, those of rank 0 first; None for what `rule` says.
-        rule: how samples are split without weights.
-
-    Example:
-        >>> rank_sizes(10, [2, 2]), rank_sizes(9, [1, 3], [3, 1, 1, 1])
-        ((6, 4), (5, 4))
-    """
-    if weights is not None:
-        sizes = weighted(n, weights)
-    else:
-        sizes = (chunk if rule == "chunk" else even)(n, sum(device_counts))
-    return tuple(sum(sizes[a:b]) for a, b in pairwise([0, *accumulate(device_counts)]))
 
 
 class Slice(NamedTuple):
     """What a `RankLoader` yields: this rank's part of a batch, as `collate_fn` made it.
 
     An empty slice has a few samples of other ranks in `batch`: the rank runs the step with them, so
-    that it takes part in all collectives, and the results are left out.
+    that it takes part in all exchanges, and the results are left out.
     """
 
     batch: Any
@@ -79,22 +52,20 @@ class RankLoader:
         if isinstance(loader, RankLoader):  # Lightning hands a CombinedLoader's loaders in again
             loader = loader.loader
         _check_loader(loader)
-        self.loader: DataLoader[Any] = loader
-        self._sizes, self._world = sizes, world
-        self._are_empty: deque[bool] = deque()  # of slices drawn, but not yielded yet
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._sampler = getattr(loader, name)
         lengths = world.all_gather_objects(sized_len(loader))
         if len(set(lengths)) > 1:
             raise ValueError(
                 "DataLoader: expected as many batches in every process, got "
                 f"{', '.join(map(str, lengths))}. Give every process the same data set and sampler."
             )
+        self.loader: DataLoader[Any] = loader
+        self._sizes, self._world = sizes, world
+        self._are_empty: deque[bool] = deque()  # of slices drawn, but not yielded yet
         self._own = object.__new__(type(loader))
         # Past DataLoader.__setattr__, which refuses a new batch_sampler; without the iterator that
         # holds persistent workers. `in_order` lets batches come in the order of their indices.
         kept = {n: v for n, v in vars(loader).items() if not isinstance(v, Iterator)}
-        vars(self._own).update(kept, in_order=True, **{name: _Indices(self)})
+        vars(self._own).update(kept, in_order=True, batch_sampler=_Indices(self))
 
     def __len__(self) -> int:
         """The number of global batches."""
@@ -108,31 +79,24 @@ class RankLoader:
 
     def __getattr__(self, name: str) -> Any:
         """Of the user's loader."""
-        if name == "loader":  # while it is being copied
-            raise AttributeError(name)
         return getattr(self.loader, name)
 
     def draw(self) -> Iterator[list[Any]]:
         """The indices of this rank's slices."""
-        world, sampler = self._world, self._sampler
-        drawn = iter(sampler) if world.rank == 0 else iter(())
-        # Lightning's sampler in `predict` notes the indices of each batch for writers.
-        notes = is_index_sampler(sampler)
-        if notes and world.rank > 0:
+        rank, sampler = self._world.rank, cast(Any, self.loader.batch_sampler)
+        drawn = iter(sampler) if rank == 0 else iter(())
+        notes = is_index_sampler(sampler)  # it notes the indices of `predict` for writers
+        if notes:
             sampler.seen_batch_indices = []
-        while (indices := world.broadcast(next(drawn, None))) is not None:
-            if isinstance(indices, str) or not isinstance(indices, Iterable):
-                raise ValueError(
-                    "DataLoader: expected a sampler that yields lists of indices, of which each "
-                    f"process loads its slice, got {indices!r}. Give it a batch_size."
-                )
+        for number in count():
+            indices = self._world.broadcast(next(drawn, None))
+            if indices is None:
+                return
             indices = list(indices)
             ends = [0, *accumulate(self._sizes(len(indices)))]
-            own = indices[ends[world.rank] : ends[world.rank + 1]]
-            if notes and world.rank == 0:
-                sampler.seen_batch_indices[-1] = own
-            elif notes:
-                sampler.seen_batch_indices.append(own)
+            own = indices[ends[rank] : ends[rank + 1]]
+            if notes:
+                sampler.seen_batch_indices[number:] = [own]
             self._are_empty.append(not own)
             yield own or indices[:_STAND_INS]
 
@@ -144,7 +108,7 @@ class _Indices:
         self._owner = owner
 
     def __len__(self) -> int:
-        return len(self._owner._sampler)
+        return len(self._owner)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._owner.draw()
@@ -179,6 +143,11 @@ def _check_loader(loader: Any) -> None:
             "Expected torch's DataLoader of a map-style data set in several processes, as each "
             f"loads its slice of a batch by indices, got {kind}. Use such a data set and loader, "
             "or one process, which can have all devices of the machine."
+        )
+    if loader.batch_sampler is None:
+        raise ValueError(
+            "DataLoader: expected a batch_size or a batch_sampler in several processes, as each "
+            "loads its slice of a batch, got batch_size=None. Give it one of the two."
         )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if getattr(sampler, "num_replicas", 1) not in (None, 1):

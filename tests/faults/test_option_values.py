@@ -137,15 +137,9 @@ def test_an_option_that_is_none_is_refused_by_name(options: dict[str, Any], told
         DataParallelStrategy("forward")  # type: ignore[call-arg]  # on purpose
 
 
-def test_a_strategy_shows_its_options_and_devices() -> None:
+def test_a_strategy_shows_its_options_and_package() -> None:
     options: dict[str, Any] = {"mode": "step", "split": "auto", "weights": None, "dim": 1}
-    strategy = DataParallelStrategy(**options)
-    before = "<DataParallelStrategy(split='auto', dim=1) for a Trainer of lightning; one of pytorch"
-    assert repr(strategy).startswith(before)
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=3, logger=False)
-    after = "<DataParallelStrategy(split='auto', dim=1) on cpu:0, cpu:1, cpu:2>"
-    assert repr(trainer.strategy) == repr(copy.deepcopy(strategy)) == after
-    named = Trainer(strategy="dp_custom_forward", accelerator="cpu", devices=1, logger=False)
-    assert repr(named.strategy) == "<DataParallelStrategy(mode='forward') on cpu>"
-    own = DataParallelStrategy(devices=["cpu", "cpu"], weights=[1, 3])
-    assert "(devices=['cpu', 'cpu'], weights=[1, 3]) for a Trainer" in repr(own)
+    text = "<DataParallelStrategy(split='auto', dim=1) for a Trainer of lightning>"
+    assert repr(DataParallelStrategy(**options)) == text
+    trainer = Trainer(strategy="dp_custom_forward", accelerator="cpu", devices=1, logger=False)
+    assert "(mode='forward')" in repr(copy.deepcopy(trainer.strategy))

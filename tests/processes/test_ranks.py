@@ -1,4 +1,4 @@
-"""Ranks: which devices and options each process has, and that all processes begin alike."""
+"""Ranks: which devices each process has, and that all begin with the same options and module."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from support.oracle import QUIET, Classifier, loader
+from lightning.pytorch.callbacks import BatchSizeFinder
+from support.oracle import QUIET, ByHand, Classifier, loader
 from support.processes import run_in_processes
 from torch import nn
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.split import even
-from lightning_dp.processes import rank_sizes
-from lightning_dp.processes.ranks import _agreed_sizes
 
 TORCHRUN = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "x"}
@@ -43,28 +38,18 @@ def test_a_machines_devices_are_shared_out(environ: Any, monkeypatch: pytest.Mon
     assert own.replica_names == ("process3/cpu:0", "process3/cpu:1")
 
 
-def test_a_slurm_job_without_tasks_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    strategy = DataParallelStrategy(cluster_environment=SLURMEnvironment())
-    own = started(monkeypatch, {}, strategy=strategy, num_nodes=1)
-    assert (own.global_rank, own.world_size, len(own.parallel_devices)) == (0, 1, 5)
-
-
 @pytest.mark.parametrize(
     ("environ", "options", "error"),
     [
-        (
-            TORCHRUN,
-            {"num_nodes": 1},
-            "num_nodes: expected the number of machines.* 4 processes .* got 1",
-        ),
-        (
-            SLURM,
-            {"num_nodes": 4},
-            "num_nodes: expected the number of machines.* 4 processes .* got 4",
-        ),
+        (TORCHRUN, {"num_nodes": 1}, "num_nodes: expected the number .* 4 processes .* got 1"),
+        (SLURM, {"num_nodes": 4}, "num_nodes: expected the number .* 4 processes .* got 4"),
         (TORCHRUN, {"devices": 1}, "devices: expected at least 2, .* got 1"),
         ({}, {}, "num_nodes: expected 1, .* got 2"),
+        (
+            TORCHRUN,
+            {"strategy": DataParallelStrategy(devices=["cpu"] * 4, weights=[1, 2, 0, 0])},
+            "weights: expected a list of finite numbers .* not all 0",
+        ),
     ],
 )
 def test_wrong_numbers_are_refused(
@@ -74,80 +59,65 @@ def test_wrong_numbers_are_refused(
         started(monkeypatch, environ, **options)
 
 
-@given(st.integers(0, 99), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms())
-def test_slices_are_what_the_devices_would_get(n: int, counts: list[int], random: Any) -> None:
-    weights = [random.choice([0, 1, 3]) for _ in range(sum(counts))]
-    for given_weights in (None, weights if any(weights) else None):
-        sizes = rank_sizes(n, counts, given_weights)
-        assert len(sizes) == len(counts) and sum(sizes) == n
-    assert rank_sizes(n, [1] * len(counts)) == even(n, len(counts))
-
-
-@pytest.mark.parametrize(
-    "shares",
-    [
-        [(1, None, "even"), (1, None, "chunk")],
-        [(1, (1,), "even"), (1, None, "even")],
-        [(1, (0,), "even"), (1, (0,), "even")],
-    ],
-)
-def test_shares_that_do_not_fit_are_refused(shares: Any) -> None:
-    with pytest.raises(ValueError, match="weights: expected"):
-        _agreed_sizes(shares)
-
-
 class Wider(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(10, 3)
 
 
-class ByHand(Classifier):
+class Limited(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.words = nn.Embedding(3, 2, max_norm=1.0)
+
+
+class Manual(ByHand, Classifier):
+    pass
 
 
 def refused(module: type[LightningModule], own: Mapping[str, Any], **options: Any) -> str:
-    """What a fit is refused with, in which one process has other options."""
+    """What a fit is refused with."""
     torch.manual_seed(0)
     strategy = DataParallelStrategy(**own)
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, **{"max_epochs": 1, **QUIET, **options}
-    )
+    options = {"max_epochs": 1, **QUIET, **options}
     try:
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
         trainer.fit(module(), loader(10))
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         return str(error)
     return "nothing"
 
 
-def unequal() -> list[str]:
+def all_refused() -> list[str]:
+    """Some options are other ones in the first process."""
     first = os.environ["RANK"] == "0"
     return [
         refused(Classifier, {"buffers": "mean" if first else "first"}),
-        refused(Classifier, {}, max_epochs=1 if first else 2),
-        refused(Classifier, {}, gradient_clip_val=0.5 if first else None),
-        refused(Classifier if first else Wider, {}),
         refused(Classifier, {"split": "even" if first else "chunk"}),
+        refused(Classifier, {}, max_epochs=1 if first else 2),
+        refused(Classifier if first else Wider, {}),
         refused(Classifier, {"mode": "forward"}),
+        refused(Manual, {}),
         refused(Classifier, {}, sync_batchnorm=True),
-        refused(ByHand, {}),
+        refused(Limited, {}),
+        refused(Classifier, {}, callbacks=[BatchSizeFinder()]),
     ]
 
 
-def test_options_and_modules_that_differ_are_refused_in_every_process() -> None:
-    expected = [
-        "buffers: expected the same in all processes, got 'mean' in process 0 and 'first' in "
-        "process 1",
-        "Trainer's max_epochs: .* got 1 in process 0 and 2 in process 1",
-        "Trainer's gradient_clip_val: .* got 0.5 in process 0 and None in process 1",
-        "Expected the same parameters and buffers in every process",
-        "split",
-        "mode: expected step mode in several processes, got forward mode. Use step mode",
-        "sync_batchnorm: expected False in several processes",
-        "got forward mode, as it sets automatic_optimization = False",
-    ]
-    for errors in run_in_processes(unequal, 2):
-        for error, pattern in zip(errors, expected, strict=True):
+REFUSALS = [
+    "buffers: expected the same .*, got 'mean' in process 0 and 'first' in process 1",
+    "split: expected the same in all processes",
+    "Trainer's max_epochs: .* got 1 in process 0 and 2 in process 1",
+    "Expected the same parameters and buffers in every process",
+    "mode: expected step mode in several processes, got forward mode. Use step mode",
+    "got forward mode, as it sets automatic_optimization = False",
+    "sync_batchnorm: expected False in several processes",
+    "max_norm=...\\): expected none in several processes",
+    "Batch size finder is not supported with distributed strategies",
+]
+
+
+def test_what_differs_or_cannot_be_is_refused_in_every_process() -> None:
+    for errors in run_in_processes(all_refused, 2):
+        for error, pattern in zip(errors, REFUSALS, strict=True):
             assert re.search(pattern, error), error

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_in_processes
+from test_exchange import world
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -20,7 +19,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_dp.parallel.processes import World
 from lightning_dp.parallel.split import even
 from lightning_dp.processes.slices import RankLoader, open_slices
 
@@ -61,14 +59,10 @@ def loaders(workers: bool) -> dict[str, DataLoader[Any]]:
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
     found: dict[str, DataLoader[Any]] = {
         "in order": DataLoader(data, batch_size=BATCH),
-        "shuffled": DataLoader(data, batch_size=BATCH, shuffle=True),
         "drop_last": DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True),
         "own generator": DataLoader(data, batch_size=BATCH, sampler=sampler),
         "weighted": DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, 17)),
         "drawn at every batch": DataLoader(data, batch_sampler=ByDraws()),
-        "lists from a sampler": DataLoader(
-            data, batch_size=None, sampler=BatchSampler(RandomSampler(data), BATCH, False)
-        ),
     }
     if workers:  # which take long to start
         options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
@@ -77,11 +71,15 @@ def loaders(workers: bool) -> dict[str, DataLoader[Any]]:
 
 
 REFUSED: dict[str, Any] = {
-    "got Stream": lambda: DataLoader(Stream(), batch_size=BATCH),
-    "got list": lambda: [torch.zeros(2)],
-    "got Regrouped": lambda: Regrouped(Numbers(), batch_size=BATCH),
-    "DistributedSampler, which shares": lambda: DataLoader(
+    "got Stream": lambda _: DataLoader(Stream(), batch_size=BATCH),
+    "got list": lambda _: [torch.zeros(2)],
+    "got Regrouped": lambda _: Regrouped(Numbers(), batch_size=BATCH),
+    "got batch_size=None": lambda _: DataLoader(Numbers(), batch_size=None),
+    "DistributedSampler, which shares": lambda _: DataLoader(
         Numbers(), BATCH, sampler=DistributedSampler(Numbers(), num_replicas=2, rank=0)
+    ),
+    "as many batches in every process, got 5, 1": lambda rank: DataLoader(
+        Numbers(), batch_size=BATCH + rank * SAMPLES
     ),
 }
 
@@ -95,31 +93,20 @@ def opened(part: Any) -> tuple[list[int], bool]:
     return batch.tolist(), is_empty
 
 
-def world() -> World:
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo")
-    return World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-
-
 def loaded(workers: bool) -> dict[str, Any]:
     """Both epochs of every loader, by this rank; and what it refuses."""
     everyone = world()
     torch.manual_seed(everyone.rank)
-    found: dict[str, Any] = {}
-    for name, loader in loaders(workers).items():
-        sliced = RankLoader(loader, lambda n: even(n, everyone.size), everyone)
-        assert len(sliced) == len(loader) and sliced.dataset is loader.dataset
-        found[name] = epochs(RankLoader(sliced, lambda n: even(n, everyone.size), everyone))
+
+    def sliced(loader: Any) -> RankLoader:
+        return RankLoader(loader, lambda n: even(n, everyone.size), everyone)
+
     for name, make in REFUSED.items():
         with pytest.raises((TypeError, ValueError), match=name):
-            RankLoader(make(), lambda n: even(n, everyone.size), everyone)
-    single = DataLoader(Numbers(), batch_size=None)
-    with pytest.raises(ValueError, match="Give it a batch_size"):
-        next(iter(RankLoader(single, lambda n: even(n, everyone.size), everyone)))
-    lengths = DataLoader(Numbers(), batch_size=BATCH + everyone.rank * SAMPLES)
-    with pytest.raises(ValueError, match=r"as many batches in every process, got 5, 1"):
-        RankLoader(lengths, lambda n: even(n, everyone.size), everyone)
-    return found
+            sliced(make(everyone.rank))
+    own = {name: (loader, sliced(loader)) for name, loader in loaders(workers).items()}
+    assert all(len(s) == len(x) and s.dataset is x.dataset for x, s in own.values())
+    return {name: epochs(sliced(part)) for name, (_, part) in own.items()}
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -7,43 +7,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes import run_in_processes
 from torch.distributed import TCPStore
 
-from lightning_dp.app.together import STARTED, agree_on_run_folder, of_all
+from lightning_dp.app.together import of_all, quiet_other_processes
 
 OPTIONS = ("trainer.devices=2", "trainer.max_epochs=2", "trainer.deterministic=true")
 
 
-def named(*arguments: str) -> tuple[str, list[str]]:
-    sys.argv = ["program", *arguments]
-    agree_on_run_folder()
-    return os.environ[STARTED], sys.argv[1:]
-
-
-def test_all_processes_name_the_folder_alike_and_the_first_one_alone_logs() -> None:
-    (first, own), (second, others) = run_in_processes(named, 2, "trainer.devices=2")
-    assert first == second
-    assert own == ["trainer.devices=2"]
-    silent = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
-    assert others == [*own, *silent]
-
-
-def test_jobs_of_slurm_are_named_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "71", "SLURM_PROCID": "0"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv(STARTED, "")
-    monkeypatch.setattr(sys, "argv", ["program"])
-    agree_on_run_folder()
-    assert os.environ[STARTED] == "slurm_71_0"
-
-
-def test_one_process_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(STARTED, raising=False)
-    monkeypatch.setattr(sys, "argv", ["program", "a=1"])
-    agree_on_run_folder()
-    assert STARTED not in os.environ and sys.argv == ["program", "a=1"]
-    assert of_all("mine") == ["mine"]
+@pytest.mark.parametrize(("variable", "rank"), [("RANK", 0), ("RANK", 1), ("SLURM_PROCID", 3)])
+def test_the_first_process_alone_has_a_folder_and_a_log(
+    variable: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, str(rank))
+    monkeypatch.setattr(sys, "argv", ["program", "a=1", "hydra.run.dir=mine"])
+    quiet_other_processes()
+    own, added = sys.argv[:3], sys.argv[3:]
+    assert own == ["program", "a=1", "hydra.run.dir=mine"]
+    assert (
+        ("hydra/job_logging=none" in added) == ("hydra.output_subdir=null" in added) == (rank > 0)
+    )
+    assert "hydra.run.dir=." not in added and of_all("mine") == ["mine"]
 
 
 def run(folder: Path, *arguments: str, machines: int = 1) -> str:
@@ -54,17 +37,10 @@ def run(folder: Path, *arguments: str, machines: int = 1) -> str:
     start += [f"--nproc-per-node={2 // machines}", "--rdzv-backend=c10d", "--rdzv-id=test"]
     start += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0"]
     start += ["-m", "lightning_dp", *OPTIONS, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [
-        subprocess.Popen(
-            start,
-            cwd=folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for _ in range(machines)
+        subprocess.Popen(start, cwd=folder, env=env, text=True, **output) for _ in range(machines)
     ]
     printed = [agent.communicate(timeout=300)[0] for agent in agents]
     assert all(agent.returncode == 0 for agent in agents), "\n".join(printed)
@@ -76,6 +52,7 @@ def run(folder: Path, *arguments: str, machines: int = 1) -> str:
 def test_a_training_of_two_processes_leaves_one_folder(tmp_path: Path, machines: int) -> None:
     printed = run(tmp_path, f"trainer.num_nodes={machines}", machines=machines)
     assert printed.count("run folder:") == 1 and "Traceback" not in printed
+    assert [file.name for file in tmp_path.iterdir()] == ["logs"]
     [folder] = (tmp_path / "logs" / "train" / "runs").iterdir()
     left = json.loads((folder / "metrics.json").read_text())
     assert left["devices"] == [

@@ -117,8 +117,6 @@ RESULTS: dict[str, tuple[Step, Callable[[Tensor], Any]]] = {
         lambda net, x: collectives.reduce(torch.tensor(len(x), device=x.device), "sum"),
         lambda x: torch.tensor(6),
     ),
-    "a number": (lambda net, x: collectives.reduce(len(x), "sum"), lambda x: 6),
-    "a mean of numbers": (lambda net, x: collectives.reduce(float(len(x))), lambda x: 14 / 6),
     "all decide": (lambda net, x: collectives.decide(len(x) > 1), lambda x: False),
     "any decides": (lambda net, x: collectives.decide(len(x) > 2, everybody=False), lambda x: True),
 }

@@ -10,29 +10,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from numbers import Number
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.apply.rendezvous import Act, Calls, Task, current_participant
+from lightning_dp.parallel.apply.executor import Calls, current_participant
 from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.scatter import to_device, tree, weighted_mean
+from lightning_dp.parallel.scatter import move, to_device, tree, weighted_mean
 from lightning_dp.parallel.torch_private import is_in_backward
 
 T = TypeVar("T")
 
-_OPS = {name: name for name in ("mean", "sum", "min", "max", "product")}
-_OPS |= {"avg": "mean", "prod": "product"}
+_OPS: dict[str, Callable[..., Any]] = {
+    "sum": torch.sum,
+    "product": torch.prod,
+    "min": torch.amin,
+    "max": torch.amax,
+}
 
 
 def all_gather(x: T) -> T:
     """The batch's `x`, in every replica: joined as a step's outputs are, see `gather`.
 
     Tensors with a row for each sample are concatenated in the order of the batch, 0-dim floating
-    tensors become their mean weighted by shard size. Each replica gets tensors of its own.
+    tensors become their mean weighted by shard size.
 
     Args:
         x: a tensor, or containers of tensors, of the same structure on every replica.
@@ -41,48 +43,38 @@ def all_gather(x: T) -> T:
         GatherError: the structures differ.
     """
 
-    def act(calls: Calls, values: list[Any]) -> list[Any]:
-        every = [link(calls, value) for value in values]
-        joined = partial(gather, every, dim=calls.dim, sizes=calls.sizes, order=calls.order)
-        return [_clone_shared(joined(p.device), every) for p in calls.participants]
+    def join(calls: Calls, values: list[Any]) -> Any:
+        device = calls.participants[0].device
+        return gather(values, device, dim=calls.dim, sizes=calls.sizes, order=calls.order)
 
-    return meet("all_gather", x, act)
+    return exchange("all_gather", x, join)
 
 
 def reduce(x: T, op: Any = "mean") -> T:
-    """The replicas' tensors of one shape, or numbers, in one, in every replica.
+    """The replicas' tensors of one shape in one, in every replica.
 
     Args:
-        x: what this replica brings; what is neither a tensor nor a number stays as it is.
+        x: the tensor that this replica brings.
         op: `"mean"` (or `"avg"`), weighted by shard size: of the shards' means it makes that of
             the batch; `"sum"`, `"min"`, `"max"`, `"product"`; or a `torch.distributed.ReduceOp`.
 
     Raises:
         ValueError: an unknown `op`, or the shapes differ.
     """
-    if current_participant() is None:
-        return x
     name = op_name(op)
-    what = f"reduce with op={name!r}"
 
-    def act(calls: Calls, values: list[Any]) -> list[Any]:
-        every = [link(calls, value) for value in values]
-        if not all(isinstance(value, Tensor | Number) for value in every):
-            return values
-        device = calls.participants[0].device
-        tensors = [torch.as_tensor(to_device(value, device)) for value in every]
-        total = reduced(name, tensors, calls.sizes or [1] * len(tensors))
-        if not isinstance(every[0], Tensor):
-            return [total.item()] * len(values)
-        return [total.to(p.device, copy=True) for p in calls.participants]
+    def join(calls: Calls, values: list[Any]) -> Tensor:
+        tensors = to_device(values, calls.participants[0].device)
+        return reduced(name, tensors, calls.sizes or [1] * len(tensors))
 
-    return meet(what, x, act)
+    return exchange(f"reduce with op={name!r}", x, join)
 
 
 def op_name(op: Any) -> str:
     """What a reduction is called here; raises a ValueError for one that there is not."""
-    name = _OPS.get((op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]).lower())
-    if name is None:
+    name = (op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]).lower()
+    name = {"avg": "mean", "prod": "product"}.get(name, name)
+    if name != "mean" and name not in _OPS:
         raise ValueError(
             f"reduce: expected op 'mean', 'sum', 'min', 'max' or 'product', got {op!r}."
         )
@@ -100,8 +92,7 @@ def reduced(name: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tenso
     if name == "mean":
         exact = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
         return weighted_mean(exact, list(map(float, sizes))).to(tensors[0].dtype)
-    torchs: Any = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.amax}
-    return cast(Tensor, torchs[name](torch.stack([*tensors]), 0).to(tensors[0].dtype))
+    return cast(Tensor, _OPS[name](torch.stack([*tensors]), 0).to(tensors[0].dtype))
 
 
 def broadcast(x: T, src: int = 0) -> T:
@@ -114,42 +105,47 @@ def broadcast(x: T, src: int = 0) -> T:
     Raises:
         ValueError: there is no such replica.
     """
-    what = f"broadcast from {src}"
 
-    def act(calls: Calls, values: list[Any]) -> list[Any]:
-        every = [link(calls, value) for value in values]
-        if not 0 <= src < len(every):
+    def join(calls: Calls, values: list[Any]) -> Any:
+        if not 0 <= src < len(values):
             raise ValueError(
-                f"broadcast: expected src from 0 to {len(every) - 1}, one of the {len(every)} "
+                f"broadcast: expected src from 0 to {len(values) - 1}, one of the {len(values)} "
                 f"replicas that have samples, got {src}."
             )
-        return [_clone_shared(to_device(every[src], p.device), every) for p in calls.participants]
+        return values[src]
 
-    return meet(what, x, act)
+    return exchange(f"broadcast from {src}", x, join)
 
 
 def barrier(name: str | None = None) -> None:
     """Waits for all replicas; `name` is for the error if one does not come."""
     what = "barrier" if name is None else f"barrier {name!r}"
-    meet(what, None, lambda calls, values: values)
+    exchange(what, None, lambda calls, values: None)
 
 
 def decide(decision: bool, *, everybody: bool = True) -> bool:
     """Whether all replicas, or with `everybody=False` any of them, decide so."""
-    rule, what = all if everybody else any, "reduce_boolean_decision"
-
-    def act(calls: Calls, values: list[bool]) -> list[bool]:
-        return [rule(values)] * len(values)
-
-    return meet(what, bool(decision), act)
+    rule = all if everybody else any
+    return exchange("reduce_boolean_decision", bool(decision), lambda calls, values: rule(values))
 
 
 # What they share
 
 
-def meet(what: str, x: T, act: Act) -> T:
-    """What `act` makes of the replicas' `x`, see `Task.meet`; `x` if there are no others."""
-    return cast(T, cast(Task, current_participant()).meet(what, x, act)) if must_meet(what) else x
+def exchange(what: str, x: T, join: Callable[[Calls, list[Any]], Any]) -> T:
+    """What `join` makes of the replicas' `x`, in every replica; `x` if there are no others.
+
+    `join` is called once, with values that are linked to the graphs of other replicas. Each replica
+    gets tensors of its own, on its device.
+    """
+    if not must_meet(what):
+        return x
+
+    def act(calls: Calls, values: list[Any]) -> list[Any]:
+        result = join(calls, [_link(calls, value) for value in values])
+        return [_own(result, task.device) for task in calls.participants]
+
+    return cast(T, cast(Any, current_participant()).meet(what, x, act))
 
 
 def must_meet(what: str) -> bool:
@@ -157,7 +153,11 @@ def must_meet(what: str) -> bool:
     participant = current_participant()
     if participant is None:
         if is_in_backward():
-            raise _in_backward(what)
+            raise RuntimeError(
+                f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
+                "recomputes the part of the step that calls it, where the replicas do not meet. "
+                "Leave this part out of the checkpoint."
+            )
         return False
     participant.calls.check()
     if participant.calls.world is not None:
@@ -169,30 +169,17 @@ def must_meet(what: str) -> bool:
     return len(participant.calls.participants) > 1
 
 
-def _in_backward(what: str) -> RuntimeError:
-    """The error for a collective that an activation checkpoint comes to again."""
-    return RuntimeError(
-        f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
-        "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
-        "this part out of the checkpoint."
-    )
+def _own(node: Any, device: torch.device) -> Any:
+    """A copy for one replica, on its device."""
+
+    def own(leaf: Any) -> Any:
+        moved = move(leaf, device)
+        return moved.clone() if moved is leaf and isinstance(leaf, Tensor) else moved
+
+    return tree.map_leaves(own, node)
 
 
-def _refuse_backward(running: Callable[[], Calls | None], through: str) -> None:
-    """Refuses a replica's own backward through a graph that it shares with other replicas."""
-    calls = running()
-    if calls is not None and calls.is_open:
-        raise RuntimeError(
-            f"Expected no backward and no torch.autograd.grad through {through} inside of "
-            "training_step: other replicas are part of this graph, and their losses are not there "
-            'yet. Return the loss, or use DataParallelStrategy(mode="forward").'
-        )
-
-
-# Graphs that continue in other replicas
-
-
-def link(calls: Calls, node: Any) -> Any:
+def _link(calls: Calls, node: Any) -> Any:
     """Prepares a replica's tensors for the graphs of other replicas."""
 
     def linked(leaf: Any) -> Any:
@@ -215,18 +202,15 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        _refuse_backward(ctx.calls, "a collective, or batch norm with sync_batchnorm=True")
+        calls = ctx.calls()
+        if calls is not None and calls.is_open:
+            raise RuntimeError(
+                "Expected no backward and no torch.autograd.grad through a collective, or batch "
+                "norm with sync_batchnorm=True, inside of training_step: other replicas are part "
+                "of this graph, and their losses are not there yet. Return the loss, or use "
+                'DataParallelStrategy(mode="forward").'
+            )
         return gradient, None
 
 
 _linked: Callable[[Tensor, Calls], Tensor] = _Link.apply
-
-
-def _clone_shared(node: Any, others: Any) -> Any:
-    """Copies the tensors that other replicas have too."""
-    shared = {id(leaf) for leaf in tree.leaves(others)}
-
-    def clone(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in shared else leaf
-
-    return tree.map_leaves(clone, node)

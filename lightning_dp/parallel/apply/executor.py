@@ -1,50 +1,64 @@
-"""Executor: makes one call per replica, in worker threads or one after another."""
+"""Executor: makes one call per replica, in worker threads or one after another.
+
+[Note: the main thread acts once while all replicas stand still]
+"Main thread" means the one that runs an apply. It waits until every replica has ended its call or
+waits in a rendezvous. If all of them wait in the same one, it calls the rendezvous's `act` once,
+with the values of all replicas, and hands each replica its result. If some have ended or wait
+elsewhere, all get an error: so no replica waits for one that never comes.
+
+In threads every replica has a worker. In order the main thread makes the calls itself, one after
+another; if one of them comes to a rendezvous, those behind it begin in their workers, and the
+replicas take turns from one rendezvous to the next, never two at a time.
+
+An interrupt may end the main thread's code at any line, so what has happened is read from the
+tasks' states alone, each of which has one writer at a time. `_events` only wakes the main thread.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import gc
+import math
 import os
 import statistics
 import sys
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.apply import worker
-from lightning_dp.parallel.apply.rendezvous import Calls, Task, current_participant
-from lightning_dp.parallel.apply.thread_state import ThreadState, is_checkpointing
-from lightning_dp.parallel.apply.worker import Worker, have_ended, start_workers
+from lightning_dp.parallel.apply.worker import ThreadState, Worker, have_ended, start_workers
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.comm import DeviceTimer
-from lightning_dp.parallel.devices import replica_names, seed_apart
+from lightning_dp.parallel.comm import DeviceTimer, current_stream, on_streams
+from lightning_dp.parallel.devices import replica_names, replica_text, seed_apart
 from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
     cached_values,
+    check_dual_levels,
     has_modes,
     saved_tensors_functions,
     watch_checkpoints,
 )
 
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
+
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
 
-CACHED = (
-    "Expected no torch.nn.utils.parametrize.cached() where replicas run at once or wait for each "
-    "other, got one: torch has one cache for all, so a replica would compute with another one's "
-    'weights, on their device. Choose executor="inorder", or, where replicas meet in a step '
-    "(collectives, synced batch norm), leave cached() out."
-)
-CHECKPOINT = (
-    "Expected no activation checkpoint (torch.utils.checkpoint) that restores random numbers where "
-    "replicas run in threads and share {device}'s generator, got one: other replicas draw from it "
-    "meanwhile, so the backward would recompute with other numbers than the forward. Choose "
-    'executor="inorder", or preserve_rng_state=False if nothing in it is random.'
-)
+Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
+"""What the main thread does in a rendezvous: from the replicas' values to what each one gets."""
 
 # [Note: no garbage collection while replicas run in threads]
 # Before Python 3.12 any new object may start a collection, also where torch makes one while it
@@ -75,7 +89,7 @@ class Executor:
         how: ExecutorName = "auto",
         on_left_behind: Callable[[], None] = lambda: None,
         names: Sequence[str] | None = None,
-        timeout: float = Calls.timeout,
+        timeout: float = 1800.0,
     ) -> None:
         check_choice("executor", how, EXECUTORS)
         self._devices, self._timeout = list(devices), timeout
@@ -85,30 +99,31 @@ class Executor:
         self._names = replica_names(devices) if names is None else names
         self._is_on_one_device = len(set(devices)) == 1
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
-        self._in_threads: dict[str, bool] = {}  # the latest calls of each kind
         self._tuners: defaultdict[tuple[str, int], ExecutorTuner] = defaultdict(ExecutorTuner)
-        self._latest: dict[str, ExecutorTuner | None] = {}
+        self._latest: dict[str, tuple[bool, ExecutorTuner | None]] = {}  # choice for each kind
         self._workers: list[Worker] = []
         self._pid = 0  # of the process that has them
         if self._allows_threads:
             watch_checkpoints(_watch_checkpoint)
+            check_dual_levels(_check_dual_level)
 
     def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        One call alone and modules that torch.compile may compile run in order. Returns whether in
+        One call alone, modules that torch.compile may compile, and calls under saved tensor hooks
+        (`torch.utils.checkpoint` knows tensors by their order) run in order. Returns whether in
         threads.
         """
         tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
-        if in_threads and has_modes() and is_checkpointing(saved_tensors_functions()):
-            in_threads = False  # its saved tensors are known by their order
+        if in_threads and saved_tensors_functions() is not None:
+            in_threads = False
         elif in_threads and self._measures:
             # Who asks for deterministic algorithms wants every run to make the same choice.
             in_threads = not torch.are_deterministic_algorithms_enabled()
             if in_threads:
                 tuner = self._tuners[kind, count]
                 in_threads = tuner.begin()
-        self._latest[kind], self._in_threads[kind] = tuner, in_threads
+        self._latest[kind] = in_threads, tuner
         return in_threads
 
     def run(
@@ -135,18 +150,18 @@ class Executor:
             calls: the state of this apply; None to make one.
         """
         calls = calls or Calls()
-        calls.names, calls.timeout, calls.grace = self._names, self._timeout, worker.GRACE_SECONDS
+        calls.names, calls.timeout = self._names, self._timeout
         if not continues_previous:
             self.choose(kind, len(tasks))
         if not self._is_on_one_device:
             _seed_devices(self._devices)
-        in_threads = len(tasks) > 1 and self._in_threads[kind]
-        tuner, cached = self._latest[kind], cached_values()
-        timer = DeviceTimer(self._devices) if tuner is not None and tuner.is_measured else None
+        in_threads, tuner = self._latest[kind]
+        in_threads &= len(tasks) > 1
+        timer = None if tuner is None or not tuner.is_measured else DeviceTimer(self._devices)
         is_plain = self._is_on_cpu and not (
             torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
         )
-        state = None if is_plain else ThreadState(self._devices)
+        state, cached = None if is_plain else ThreadState(self._devices), cached_values()
         collects = COLLECTS_ANYWHERE and in_threads and gc.isenabled()  # see the note
         if collects:
             gc.disable()
@@ -160,28 +175,25 @@ class Executor:
                 gc.enable()
             if calls.broken is not None and (unended := calls.unended()):
                 self._leave_behind(unended)
-            results, failed, error = calls.close()
+            results, error = calls.close()
         if tuner is not None and timer is not None:
             timer.end()
             tuner.add(timer)
-        if calls.drawn_in_checkpoint is not None and len(tasks) > 1:
-            self._allows_threads = False
-            if in_threads:
-                raise RuntimeError(CHECKPOINT.format(device=calls.drawn_in_checkpoint)) from error
         if cached_values() is not cached and len(tasks) > 1:
+            calls.needs_turns = CACHED
+        if calls.needs_turns is not None:
             self._allows_threads = False
-            if in_threads or calls.have_met:
-                raise RuntimeError(CACHED) from error
+            if in_threads or (calls.have_met and calls.needs_turns is CACHED):
+                raise RuntimeError(calls.needs_turns) from error
         if error is not None:
-            if failed is not None:
-                add_note(error, f"[in {failed.name}{failed.context()}]")
             raise error
         return results
 
     def _submit(self, replica: int, work: Callable[[], None]) -> None:
-        """Has a function called in a replica's worker; the first time, and in a fork, of a new one.
+        """Has a function called in a replica's worker.
 
-        A forked child has none of its parent's threads.
+        The first call makes the workers; a forked child, which has none of its parent's threads,
+        makes them anew.
         """
         if not self._workers or self._pid != os.getpid():
             self._workers, self._pid = start_workers(self._devices), os.getpid()
@@ -196,12 +208,12 @@ class Executor:
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest calls of a kind ran in threads."""
-        return self._in_threads.get(kind, True)
+        return self._latest.get(kind, (True, None))[0]
 
     def is_settled(self, kind: str | None = None) -> bool:
         """Whether calls of a kind, or of all, run as they will from now on."""
-        tuners = [t for name, t in self._latest.items() if t and kind in (None, name)]
-        return not any([tuner.is_comparing for tuner in tuners])
+        tuners = [t for name, (_, t) in self._latest.items() if t and kind in (None, name)]
+        return all([tuner.choice is not None for tuner in tuners])
 
     def rest(self) -> None:
         """Waits until the workers no longer refer to their latest calls."""
@@ -223,54 +235,402 @@ class Executor:
         workers = self._dismiss()
         if not have_ended(workers, worker.GRACE_SECONDS):
             for w in workers:
-                w.leave_behind()
+                w.leave_behind(w.thread.name)
 
 
 class ExecutorTuner:
     """Chooses threads or in order for one kind of call: measures both, then keeps the faster.
 
     Both take turns, a row of calls each; the first call of a row does not count, since it starts
-    threads and fills caches. After `INTERVAL` calls they are compared again. The first call is made
-    in order: it shows whether there is something in it that must not run in threads.
+    threads and fills caches. The first row is in order: it shows whether there is something in the
+    calls that must not run in threads.
+
+    Attributes:
+        choice: whether the calls run in threads, once that is known.
+        is_measured: whether the present call is measured.
     """
 
     ROW, ROWS = 4, 4
-    INTERVAL = 2000
 
     def __init__(self) -> None:
-        self.is_comparing = self.is_measured = True
-        self._choices = self._choose()
+        self.choice: bool | None = None
+        self.is_measured = False
+        self._begun = 0
         self._timers: dict[bool, list[list[DeviceTimer]]] = {True: [], False: []}
-        self._measured: list[DeviceTimer] = []  # of the present call: its forward, its backward
 
     def begin(self) -> bool:
         """Chooses for the next call; returns whether it runs in threads."""
-        threads, self.is_measured = next(self._choices)
+        if self.choice is not None:
+            return self.choice
+        row, k = divmod(self._begun, self.ROW)
+        self._begun += 1
+        if row == self.ROWS:
+            self.is_measured = False
+            self.choice = self._seconds(threads=True) <= self._seconds(threads=False)
+            return self.choice
+        in_threads, self.is_measured = row % 2 == 1, k > 0
         if self.is_measured:
-            self._measured = []
-            self._timers[threads].append(self._measured)
-        return threads
+            self._timers[in_threads].append([])
+            self._present = self._timers[in_threads][-1]
+        return in_threads
 
     def add(self, timer: DeviceTimer) -> None:
-        """Adds to the time of the present call, if it is measured."""
-        self._measured.append(timer)
-
-    def _choose(self) -> Iterator[tuple[bool, bool]]:
-        """For each call, whether it runs in threads, and whether it is measured."""
-        while True:
-            self.is_comparing = True
-            for row in range(self.ROWS):
-                yield from [(row % 2 == 1, k > 0) for k in range(self.ROW)]
-            self.is_comparing = False
-            faster = self._seconds(threads=True) <= self._seconds(threads=False)
-            yield from repeat((faster, False), self.INTERVAL)
+        """Adds to the time of the present call: its forward's, its backward's."""
+        self._present.append(timer)
 
     def _seconds(self, *, threads: bool) -> float:
         """The median time of a call that was made in threads, or in order."""
-        calls, self._timers[threads] = [timers for timers in self._timers[threads] if timers], []
+        calls = self._timers.pop(threads)
         for timer in [timer for timers in calls for timer in timers]:
             timer.wait()
-        return statistics.median([sum([t.seconds for t in timers]) for timers in calls] or [0.0])
+        return statistics.median([sum([t.seconds for t in timers]) for timers in calls if timers])
+
+
+# The replicas' calls in one apply, see the note above
+
+NOT_BEGUN, BEGINNING = "has not begun", "is about to begin"
+RUNNING, ENDED = "is still running", "has ended"
+"""The states of a replica that does not wait in a rendezvous, as errors say them."""
+
+
+class RendezvousError(RuntimeError):
+    """The replicas did not all come to the same rendezvous."""
+
+
+class Arrival(NamedTuple):
+    """The state of a replica that waits in a rendezvous."""
+
+    what: str
+    value: Any
+    act: Act
+    is_grad_enabled: bool
+    is_inference: bool
+    stream: torch.Stream | None  # that it computes on; None on the CPU
+    since: float  # `time.perf_counter`
+
+
+Reply: TypeAlias = tuple[Any, BaseException | None]
+"""What a replica gets in a rendezvous: a value, or an error to raise."""
+
+PARTICIPANT: ContextVar[Task | None] = ContextVar("participant", default=None)
+current_participant: Callable[[], Task | None] = PARTICIPANT.get
+"""The replica whose call runs here; None outside of replicas."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A call for one replica, and where the replica stands in the apply that makes the call."""
+
+    replica: int
+    device: torch.device
+    call: Callable[[], Any]
+    context: Callable[[], str] = str  # continues the note "in replica 2 on cuda:1" of an error
+    spans: list[DeviceTimer] | None = None  # gets the times of the device's work, if measured
+
+    seconds: float = field(default=0.0, init=False)  # of work, without waiting in rendezvous
+    result: Any = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    calls: Calls = field(init=False)
+    state: str | Arrival = field(default=NOT_BEGUN, init=False)
+    on_main_thread: bool = field(default=False, init=False)  # the call runs on the main thread
+    thread: int = field(default=0, init=False)  # that runs the call
+    reply: Reply | None = field(default=None, init=False)  # that it gets at its next turn
+    inbox: SimpleQueue[Reply] = field(default_factory=SimpleQueue, init=False)
+
+    @property
+    def name(self) -> str:
+        """Its number and device, for errors."""
+        return replica_text(self.replica, self.calls.names)
+
+    def run(self) -> None:
+        """Makes the call on this thread; an error is raised again when all replicas have ended."""
+        token, self.thread = PARTICIPANT.set(self), threading.get_ident()
+        start = time.perf_counter()
+        try:
+            if self.spans is not None:
+                self.spans.append(DeviceTimer([self.device]))
+            self.result = self.call()
+        except BaseException as error:
+            self.error = error
+        finally:
+            if self.spans:
+                self.spans[-1].end()
+            self.seconds += time.perf_counter() - start
+            PARTICIPANT.reset(token)
+
+    def meet(self, what: str, value: Any, act: Act) -> Any:
+        """Waits until all replicas have come to the rendezvous `what`; returns this one's result.
+
+        `act(calls, values)` is called once, on the main thread, with the values of all replicas in
+        their order, and returns one result for each. It runs in the grad and inference mode of this
+        call. An error of `act` is raised in all of them.
+        """
+        start, calls = time.perf_counter(), self.calls
+        calls.check()
+        if threading.get_ident() != self.thread:
+            raise RendezvousError(
+                f"Expected {what} in the thread that runs {self.name}, got it in another thread "
+                "that its code has started. Call collectives in the step itself."
+            )
+        if self.spans:
+            self.spans[-1].end()
+        stream = None if self.device.type == "cpu" else current_stream(self.device)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        try:
+            self.state = Arrival(what, value, act, *modes, stream, start)
+            result, error = calls.wait_for_others(self)
+        finally:
+            if self.spans is not None:
+                self.spans.append(DeviceTimer([self.device]))
+            self.seconds -= time.perf_counter() - start
+        if error is not None:
+            raise error
+        return result
+
+
+class Calls:
+    """The replicas' calls in one apply; `run` once, then `close`.
+
+    Args:
+        sizes: samples of these replicas; None if they are not known.
+        order: the positions of their samples in the batch; None for the batch's own order.
+        dim: the dimension along which the batch was cut.
+        world: the processes that have replicas; None if this is the only one.
+    """
+
+    names: Sequence[str] = ()  # of all replicas
+    timeout = 1800.0  # seconds that replicas wait in a rendezvous for one that does not come
+    one_by_one = False  # one replica runs at a time
+    is_open = True  # some calls have not ended
+    broken: BaseException | None = None  # the error that ends them all
+    have_met = False
+    needs_turns: str | None = None  # why these calls must not run in threads
+    crossed = False  # the graph of one replica continues in that of another
+
+    def __init__(
+        self,
+        sizes: Sequence[int] | None = None,
+        order: Order | None = None,
+        dim: int = 0,
+        world: World | None = None,
+    ) -> None:
+        self.sizes = None if sizes is None else list(sizes)
+        self.order, self.dim, self.world = order, dim, world
+        self.participants: list[Task] = []
+        self._events: SimpleQueue[None] = SimpleQueue()
+
+    # In the main thread
+
+    def run(
+        self,
+        tasks: Sequence[Task],
+        state: ThreadState | None,
+        submit: Callable[[int, Callable[[], None]], None],
+        *,
+        in_threads: bool,
+    ) -> None:
+        """Makes all calls at once in the workers, or one after another here until one fails.
+
+        Args:
+            tasks: the calls.
+            state: the main thread's; None if it differs from a new thread's by the grad mode alone.
+            submit: has a function called in the worker of a replica.
+            in_threads: whether they run at once.
+        """
+        grad = torch.is_grad_enabled()
+        self._enter = (lambda _: torch.set_grad_enabled(grad)) if state is None else state.entered
+        self._submit, self._context = submit, contextvars.copy_context()
+        self.one_by_one, self.participants = not in_threads, list(tasks)
+        for task in tasks:
+            task.calls = self
+        for task in () if in_threads else tasks:
+            if task.state is NOT_BEGUN:  # else a rendezvous has begun it in its worker
+                task.on_main_thread, task.state = True, RUNNING
+                stays = state is None or task.device.type == "cpu"
+                with nullcontext() if stays else state.moved_to(task.device):
+                    task.run()
+                task.state = ENDED
+            if task.error is not None or self.broken is not None:
+                break
+        if in_threads or self.have_met:
+            while self._first_error() is None and self._settle():
+                self._act()
+            if self.broken is None and (error := self._first_error()) is not None:
+                self.end(error)
+
+    def _settle(self) -> bool:
+        """Lets every replica run until it waits or ends; returns whether one waits."""
+        for task in self.participants:
+            if task.state is NOT_BEGUN:
+                task.state = BEGINNING
+                self._submit(task.replica, partial(self._context.copy().run, self._work, task))
+            elif task.reply is not None:
+                reply, task.reply, task.state = task.reply, None, RUNNING
+                task.inbox.put(reply)
+            if self.one_by_one:
+                self._wait_for(task)
+        for task in self.participants:
+            self._wait_for(task)
+        return self.broken is None and any([t.state is not ENDED for t in self.participants])
+
+    def _wait_for(self, task: Task) -> None:
+        """Waits until a task does not run; an arrival that waits too long ends all calls."""
+        while task.state in (BEGINNING, RUNNING) and self.broken is None:
+            try:  # half a second at a time: on Windows, Ctrl-C cannot interrupt a longer wait
+                self._events.get(timeout=min(self.timeout, 0.5))
+            except Empty:
+                since = [t.state.since for t in self.participants if type(t.state) is Arrival]
+                if since and time.perf_counter() - min(since) > self.timeout:
+                    self.end(self._mismatch(f" within {self.timeout:g} seconds"))
+
+    def _act(self) -> None:
+        """All replicas stand still: acts for them; each gets its reply at its next turn."""
+        arrivals = [t.state for t in self.participants if isinstance(t.state, Arrival)]
+        if len(arrivals) < len(self.participants) or len({a.what for a in arrivals}) > 1:
+            self.end(self._first_error() or self._mismatch())
+            return
+        first, streams = arrivals[0], {a.stream for a in arrivals if a.stream is not None}
+        try:
+            if len({stream.device for stream in streams}) < len(streams):
+                raise RendezvousError(
+                    f"Expected replicas of one device on one stream at {first.what}, got several."
+                )
+            with (
+                on_streams([*streams]),  # those that have computed the values, and go on with them
+                torch.inference_mode(first.is_inference),
+                torch.set_grad_enabled(first.is_grad_enabled),
+            ):
+                results = first.act(self, [arrival.value for arrival in arrivals])
+            replies: list[Reply] = [(result, None) for result in results]
+        except BaseException as error:
+            replies = [(None, error)] * len(arrivals)
+        for task, reply in zip(self.participants, replies, strict=True):
+            task.reply = reply
+
+    def end(self, error: BaseException) -> None:
+        """Ends the replicas that wait, now and later, and waits for those that run.
+
+        After an error of a replica for as long as that takes; after an interrupt, or if one did not
+        come to a rendezvous, for `GRACE_SECONDS`.
+        """
+        if self.broken is None:
+            self.broken = error
+        is_error = isinstance(error, Exception) and not isinstance(error, RendezvousError)
+        deadline = time.perf_counter() + (math.inf if is_error else worker.GRACE_SECONDS)
+        for task in self.unended():
+            task.reply = None
+            task.inbox.put((None, self._stopped()))
+        while self.unended() and (left := deadline - time.perf_counter()) > 0:
+            try:
+                self._events.get(timeout=min(left, 0.5))
+            except Empty:
+                continue
+
+    def unended(self) -> list[Task]:
+        """The tasks that run or wait in workers; one that is only beginning will end at once."""
+        states = (NOT_BEGUN, BEGINNING, ENDED)
+        return [t for t in self.participants if not (t.on_main_thread or t.state in states)]
+
+    def close(self) -> tuple[list[Any], BaseException | None]:
+        """Ends the apply; returns the replicas' results, and the error with a note from where."""
+        tasks, error = self.participants, self._first_error()
+        results = [task.result for task in tasks]
+        failed = [task for task in tasks if error is not None and task.error is error]
+        if failed and not isinstance(error, RendezvousError):
+            add_note(error, f"[in {failed[0].name}{failed[0].context()}]")
+        self.is_open, self.participants, self.broken = False, [], None
+        for task in tasks:  # they refer to batches and graphs, in reference cycles
+            task.result = task.error = task.reply = None
+        return results, error
+
+    def _first_error(self) -> BaseException | None:
+        """The error that ends all calls, or the first replica's own."""
+        for task in self.participants if self.broken is None else ():
+            if task.error is not None:
+                return task.error
+        return self.broken
+
+    def _mismatch(self, within: str = "") -> RendezvousError:
+        states = [(task.name, task.state) for task in self.participants]
+        what = next(state.what for _, state in states if isinstance(state, Arrival))
+        got = [f"{name} {s if isinstance(s, str) else f'is at {s.what}'}" for name, s in states]
+        return RendezvousError(
+            f"Expected all replicas at {what}{within}, got: {', '.join(got)}. Make the same calls "
+            "in the same order on every replica: they must not depend on its samples."
+        )
+
+    # In the replicas' threads
+
+    def _work(self, task: Task) -> None:
+        """Makes a replica's call in its worker."""
+        task.state = RUNNING  # first: `end` looks at it after it has set `broken`
+        try:
+            self.check()
+            with self._enter(task.device):
+                task.run()
+        except BaseException as error:  # also where the thread's state could not be entered
+            task.error = task.error or error
+        task.state = ENDED
+        self._events.put(None)
+
+    def wait_for_others(self, task: Task) -> Reply:
+        """Waits, for a replica that has arrived, until the main thread has acted."""
+        self.have_met = True
+        if not task.on_main_thread:
+            self._events.put(None)
+            return task.inbox.get()
+        if self._settle():  # this is the main thread
+            self._act()
+        self.check()
+        reply, task.reply, task.state = task.reply, None, RUNNING
+        assert reply is not None
+        return reply
+
+    def check(self) -> None:
+        """Raises an error if the calls have ended or are to end."""
+        if not self.is_open or self.broken is not None:
+            raise self._stopped()
+
+    def _stopped(self) -> RendezvousError:
+        """The error for a replica that cannot run on because of others."""
+        if isinstance(self.broken, RendezvousError):
+            return self.broken
+        return RendezvousError(
+            "Expected all replicas to meet, but one of them has failed, the run was interrupted, "
+            "or the step has ended."
+        )
+
+
+# What must not run in threads
+
+_ONE_PER_PROCESS = (
+    "Expected no {0} where replicas run in threads, got one: torch has one {1} for the whole "
+    'process, which replicas would change for each other. Choose executor="inorder", or {2}.'
+)
+CACHED = _ONE_PER_PROCESS.format(
+    "torch.nn.utils.parametrize.cached()",
+    "cache of weights",
+    "leave cached() out, also where replicas meet in a step (collectives, synced batch norm)",
+)
+CHECKPOINT = _ONE_PER_PROCESS.format(
+    "activation checkpoint (torch.utils.checkpoint) that draws random numbers",
+    "generator per device",
+    "preserve_rng_state=False",
+)
+DUAL_LEVEL = _ONE_PER_PROCESS.format(
+    "forward-mode derivative (torch.func.jvp, jacfwd, hessian, forward_ad.dual_level)",
+    "level of them",
+    "reverse mode (torch.func.vjp, jacrev)",
+)
+
+
+def _check_dual_level() -> None:
+    """Called where a forward-mode derivative begins; refuses it in workers."""
+    task = current_participant()
+    if task is not None and len(task.calls.participants) > 1:
+        task.calls.needs_turns = DUAL_LEVEL
+        if not task.on_main_thread:
+            raise RuntimeError(DUAL_LEVEL)
 
 
 def _watch_checkpoint() -> Callable[[], None] | None:
@@ -282,16 +642,14 @@ def _watch_checkpoint() -> Callable[[], None] | None:
     task = current_participant()
     if task is None or len(task.calls.participants) < 2:
         return None
-    calls, device = task.calls, task.device
-    shared = [torch.device("cpu")]
-    if device.type != "cpu" and [p.device for p in calls.participants].count(device) > 1:
-        shared.append(device)
+    calls, shared = task.calls, [torch.device("cpu")]
+    if [p.device for p in calls.participants].count(task.device) > 1:
+        shared.append(task.device)
     before = list(map(_random_state, shared))
 
     def end() -> None:
-        for place, state in zip(shared, before, strict=True):
-            if not torch.equal(state, _random_state(place)):
-                calls.drawn_in_checkpoint = place
+        if not all(map(torch.equal, before, map(_random_state, shared))):
+            calls.needs_turns = CHECKPOINT
 
     return end
 
@@ -307,13 +665,11 @@ def _seed_devices(devices: Sequence[torch.device]) -> None:
 
     `torch.manual_seed` gives all of them the same, and with it the same dropout masks.
     """
-    generators: list[torch.Generator] = []
-    for device in dict.fromkeys(devices):
-        if device.type == "cpu":
-            generators.append(torch.default_generator)
-        elif defaults := getattr(torch.get_device_module(device), "default_generators", None):
-            generators.append(defaults[device.index])
-    for place, generator in enumerate(generators):
-        root = generators[0].initial_seed()
-        if place and generator.initial_seed() == root:
+    generators = [
+        torch.get_device_module(device).default_generators[device.index]
+        for device in dict.fromkeys(devices)
+    ]
+    root = generators[0].initial_seed()
+    for place, generator in enumerate(generators[1:], 1):
+        if generator.initial_seed() == root:
             generator.manual_seed(seed_apart(root, place))

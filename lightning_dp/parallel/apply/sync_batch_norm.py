@@ -1,22 +1,21 @@
 """Batch norm over all replicas: the mean and the variance of the whole batch.
 
-Every replica computes the moments of its shard; the replicas merge them into
-those of the batch (Chan et al., "Algorithms for computing the sample variance", 1983: no large
-numbers are subtracted). The merged moments are functions of all replicas' inputs, so the step's
+Every replica computes the moments of its shard; the replicas merge them into those of the batch
+(Chan et al., "Algorithms for computing the sample variance", 1983: no large numbers are
+subtracted). The merged moments are functions of all replicas' inputs, so the step's
 backward, which runs through all graphs, gives each replica the gradients of the others' losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MethodType
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.apply.collectives import link, meet, must_meet
-from lightning_dp.parallel.apply.rendezvous import Calls
+from lightning_dp.parallel.apply.collectives import exchange, must_meet
+from lightning_dp.parallel.apply.executor import Calls
 from lightning_dp.parallel.torch_private import BATCH_NORMS, check_batch_norm_input
 
 Moments: TypeAlias = tuple[int, Tensor, Tensor]
@@ -37,7 +36,7 @@ def forward(self: nn.BatchNorm1d, x: Tensor) -> Tensor:
     shard_mean = wide.mean([*dims])
     centred = wide - shard_mean.view(shape)
     moments: Moments = (x.numel() // x.size(1), shard_mean, centred.square().mean([*dims]))
-    n, mean, var = meet("batch norm", moments, _merge)
+    n, mean, var = exchange("batch norm", moments, _merged)
     if self.training and self.track_running_stats:
         _track(self, n, mean.detach(), var.detach())
     scale = torch.rsqrt(var + self.eps)
@@ -47,21 +46,14 @@ def forward(self: nn.BatchNorm1d, x: Tensor) -> Tensor:
     return torch.addcmul(shift.view(shape), centred, scale.view(shape)).to(x.dtype)
 
 
-def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
-    device = calls.participants[0].device
-    linked = [(n, link(calls, mean), link(calls, var)) for n, mean, var in moments]
-    n, mean, var = _merged(linked, device)
-    if n == 1:
+def _merged(calls: Calls, moments: list[Moments]) -> Moments:
+    """The moments of the batch, where these were taken of its shards."""
+    device, total = calls.participants[0].device, sum(n for n, _, _ in moments)
+    if total == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training with batch norm, got 1 in the "
             "whole batch. Use larger batches, or drop_last=True in the DataLoader."
         )
-    return [(n, mean.to(p.device), var.to(p.device)) for p in calls.participants]
-
-
-def _merged(moments: Sequence[Moments], device: torch.device) -> Moments:
-    """The moments of all values, where they were taken of parts."""
-    total = sum(n for n, _, _ in moments)
     means = torch.stack([mean.to(device) for _, mean, _ in moments])
     variances = torch.stack([var.to(device) for _, _, var in moments])
     shares = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype)

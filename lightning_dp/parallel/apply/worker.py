@@ -1,6 +1,7 @@
 """A worker: a daemon thread with an inbox, in which all calls of one replica run.
 
-It ends when its executor closes or is garbage collected, or when the process ends.
+It ends when its executor closes or is garbage collected, or when the process ends. What torch keeps
+per thread is captured in the caller (`ThreadState`) and entered in the workers.
 """
 
 from __future__ import annotations
@@ -14,19 +15,31 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_dp.parallel.torch_private import check_dual_levels, renew_engine
+from lightning_dp.parallel.comm import on_streams, side_streams
+from lightning_dp.parallel.devices import current_device, hand_over
+from lightning_dp.parallel.torch_private import (
+    Modes,
+    current_modes,
+    in_modes,
+    renew_engine,
+    saved_tensors_functions,
+)
 
 log = logging.getLogger("lightning_dp")
 
-NAME = "dp-replica-"
 GRACE_SECONDS = 5.0
 """How long replicas may run on after an interrupt, a timeout or `close`."""
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
@@ -36,20 +49,19 @@ class Worker:
         self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.ready = threading.Event()
         weakref.finalize(self, self.inbox.put, None)  # so the thread must not refer to the worker
-        args = (self.inbox, self.ready, device, num_threads)
-        name = f"{NAME}{replica}"
+        args, name = (self.inbox, self.ready, device, num_threads), f"dp-replica-{replica}"
         self.thread = threading.Thread(target=_live, args=args, name=name, daemon=True)
         self.thread.start()
         _workers.add(self)
 
-    def leave_behind(self, who: str = "") -> None:
+    def leave_behind(self, who: str) -> None:
         """Names a replica whose thread does not end; interrupts it at its next line of Python."""
         if self.thread.is_alive():
             frame = sys._current_frames().get(self.thread.ident or 0)
             log.warning(
                 "Expected %s to end within %g seconds; its thread is left behind, and ends when "
                 "the line ends that it is at. Give what waits there a timeout.\n%s",
-                who or self.thread.name,
+                who,
                 GRACE_SECONDS,
                 "".join(traceback.format_stack(frame)),
             )
@@ -80,7 +92,6 @@ def _live(inbox: Any, ready: threading.Event, device: torch.device, num_threads:
 def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     """One worker per replica; those on the CPU share the caller's number of torch threads."""
     num_threads, on_cpu = torch.get_num_threads(), sum(d.type == "cpu" for d in devices)
-    check_dual_levels(_check_dual_level)
     renew_engine()
     if devices[0].type == "cuda":  # else first calls in several threads fail: pytorch#90613
         one = torch.ones((1, 1), device=devices[0])
@@ -91,20 +102,6 @@ def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
         worker.ready.wait()
     torch.set_num_threads(num_threads)  # a worker's number becomes the default of new threads
     return workers
-
-
-def _check_dual_level() -> None:
-    """Refuses forward-mode derivatives in workers: their level is that of the whole process.
-
-    Replicas would end each other's level, and compute wrong derivatives without an error.
-    """
-    if threading.current_thread().name.startswith(NAME):
-        raise RuntimeError(
-            "Expected no forward-mode derivative (torch.func.jvp, jacfwd, hessian, "
-            "forward_ad.dual_level) where replicas run in threads, got one: torch has one level of "
-            'them per process. Use DataParallelStrategy(executor="inorder"), or reverse mode '
-            "(torch.func.vjp, jacrev)."
-        )
 
 
 def have_ended(workers: Iterable[Worker], seconds: float) -> bool:
@@ -118,9 +115,6 @@ def have_ended(workers: Iterable[Worker], seconds: float) -> bool:
     return not any([thread.is_alive() for thread in threads])
 
 
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
 @atexit.register
 def _at_exit() -> None:
     """A thread that returned from torch to a Python that has ended would abort the process."""
@@ -131,3 +125,75 @@ def _at_exit() -> None:
         for worker in workers:
             worker.interrupt(SystemExit)
         have_ended(workers, 1.0)
+
+
+class ThreadState:
+    """The state of the thread that makes it, as far as it concerns work on some devices.
+
+    Grad and inference mode, autocast, the default device, torch function and dispatch modes, the
+    current device and streams. Process-wide state, such as the default dtype, needs nothing;
+    context variables travel with `contextvars.copy_context`.
+
+    Args:
+        devices: the replicas' devices, the root device first.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._root, self._modes = devices[0], current_modes()
+        kinds = {"cpu", *[device.type for device in devices]}
+        places = list(devices)
+        if kinds != {"cpu"}:  # the user's code may compute on devices that have no replica
+            (kind,) = kinds - {"cpu"}
+            places = [torch.device(kind, k) for k in range(torch.accelerator.device_count())]
+        self._hand_over = hand_over(devices[0])
+        self._contexts: list[Callable[[], AbstractContextManager[Any]]] = [
+            partial(on_streams, side_streams(places)),
+            partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        ]
+        caches = torch.is_autocast_cache_enabled()
+        for kind in filter(torch.is_autocast_enabled, kinds):
+            dtype = torch.get_autocast_dtype(kind)
+            self._contexts.append(partial(torch.autocast, kind, dtype, cache_enabled=caches))
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Gives the calling thread, a worker, this state, with `device` as the current device."""
+        with ExitStack() as stack:
+            if self._hand_over is not None:
+                stack.enter_context(self._hand_over())
+            stack.enter_context(current_device(device))  # before streams of other devices
+            for context in self._contexts:
+                stack.enter_context(context())
+            default = self._default_device_on(device)
+            stack.enter_context(in_modes(self._modes._replace(default_device=default)))
+            yield
+
+    @contextmanager
+    def moved_to(self, device: torch.device) -> Iterator[None]:
+        """Gives the thread that made this state another current and default device."""
+        modes = Modes(self._default_device_on(device))
+        with current_device(device), in_modes(modes), _checkpointing_one_at_a_time():
+            yield
+
+    def _default_device_on(self, device: torch.device) -> torch.device | None:
+        """A default device that names the root device means "the replica's" in a replica."""
+        return device if self._modes.default_device == self._root else self._modes.default_device
+
+
+def _checkpointing_one_at_a_time() -> AbstractContextManager[Any]:
+    """Within `torch.utils.checkpoint`: its hooks, with a lock for the devices' autograd threads.
+
+    The first tensor that a backward unpacks recomputes the whole checkpoint; others wait for it.
+    """
+    functions = saved_tensors_functions()
+    if functions is None or functions[0].__module__ != "torch.utils.checkpoint":
+        return nullcontext()
+    pack, unpack = functions
+    lock = vars(unpack).setdefault("lightning_dp_lock", threading.RLock())
+
+    def unpack_locked(packed: Any) -> Any:
+        with lock:
+            return unpack(packed)
+
+    return saved_tensors_hooks(pack, unpack_locked)

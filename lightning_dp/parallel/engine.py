@@ -295,7 +295,6 @@ class Engine:
 
     def undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
-        self.executor.rest()
         self.reducer.undo()
         while self._undo:
             self._undo.pop()()

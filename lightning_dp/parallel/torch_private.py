@@ -246,10 +246,6 @@ def check_dual_levels(check: Callable[[], None]) -> None:
     module.enter_dual_level = enter_checked
 
 
-cached_values: Callable[[], object] = partial(getattr, torch.nn.utils.parametrize, "_cache")
-"""The cache of `parametrize.cached()`, one for all threads; another object after each block."""
-
-
 # --- Modes: the default device, torch function modes, dispatch modes
 
 

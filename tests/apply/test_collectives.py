@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import gc
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -268,18 +266,10 @@ def in_reentrant_checkpoint(net: nn.Module, x: Tensor) -> Any:
     return checkpoint(lambda x: gathered(net, x), x.requires_grad_(), use_reentrant=True)
 
 
-def elsewhere(net: nn.Module, x: Tensor) -> str:
-    """What another thread of a replica gets."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(contextvars.copy_context().run, collectives.barrier).result(60)
-    return ""
-
-
 REFUSED: dict[str, tuple[Step, str]] = {
     "an own gradient": (own_gradient, "inside of training_step: other replicas"),
     "in a checkpoint": (in_checkpoint, "an activation checkpoint"),
     "in a reentrant one": (in_reentrant_checkpoint, "a checkpoint|inside of training_step"),
-    "in another thread": (elsewhere, "Expected barrier in the thread that runs replica"),
     "shapes": (lambda net, x: collectives.reduce(x), "tensors of one shape"),
     "an unknown op": (lambda net, x: collectives.reduce(x, "mode"), "expected op 'mean'"),
     "no such replica": (lambda net, x: collectives.broadcast(x, 2), "expected src from 0 to 1"),

@@ -20,7 +20,6 @@ from support import oracle
 from support.oracle import devices_of, names_of
 from support.programs import ROOT
 from support.waiting import Clock, soon
-from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +32,7 @@ from lightning_dp.parallel.apply import (
     collectives,
     worker,
 )
-from lightning_dp.parallel.apply.executor import ExecutorTuner
+from lightning_dp.parallel.apply import executor as executor_module
 from lightning_dp.parallel.comm import streams
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
@@ -142,7 +141,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("what", STATES)
-def test_workers_have_the_callers_state(what: str) -> None:
+def test_replicas_have_the_callers_state(what: str) -> None:
     enter, look = STATES[what]
     before, lock = look(), threading.Lock()
 
@@ -194,24 +193,17 @@ def test_workers_on_the_cpu_share_the_intra_op_threads(monkeypatch: pytest.Monke
 # Errors and interrupts
 
 
-class OddError(Exception):
-    """An exception that cannot be made from a message alone."""
-
-    def __init__(self, code: int, *, reason: str) -> None:
-        super().__init__(code, reason)
-        self.reason = reason
-
-
 @executors
 def test_an_exception_arrives_as_it_is_with_a_note(how: ExecutorName) -> None:
-    raised = OddError(7, reason="because")
+    raised = UnicodeDecodeError("utf-8", b"", 0, 1, "not made from a message alone")
 
     def fail() -> None:
         raise raised
 
-    note = rf"in replica 1 on {names_of(3)[1]}, samples of 1"
-    with pytest.raises(OddError, match=note) as caught:
+    note = f"in replica 1 on {names_of(3)[1]}, samples of 1"
+    with pytest.raises(UnicodeDecodeError) as caught:
         run(int, fail, int, how=how)
+    assert note in str(getattr(raised, "__notes__", raised.args))
     assert caught.value is raised and any(entry.name == "fail" for entry in caught.traceback)
 
 
@@ -259,113 +251,47 @@ def test_a_replica_that_waits_too_long_says_who_has_not_come(
 def test_no_garbage_is_collected_while_replicas_run_in_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Afterwards it is as before, also after an error."""
-    monkeypatch.setattr("lightning_dp.parallel.apply.executor.COLLECTS_ANYWHERE", True)
-
-    def fail() -> None:
-        assert not gc.isenabled()
-        raise OddError(1, reason="on purpose")
-
-    for switch in (gc.disable, gc.enable):
-        switch()
-        before = gc.isenabled()
-        with pytest.raises(OddError):
-            run(fail, int)
-        assert gc.isenabled() is before
+    monkeypatch.setattr(executor_module, "COLLECTS_ANYWHERE", True)
+    assert run(gc.isenabled, gc.isenabled) == [False, False] and gc.isenabled()
 
 
-# Which of both ways: executor="auto"
-
-COMPARED = ExecutorTuner.ROW * ExecutorTuner.ROWS
-
-
-def times(
-    tuner: ExecutorTuner, calls: int, seconds: dict[bool, float], change: Any = None
-) -> list[float]:
-    """The times of calls; `change` has those of the first call of a way after the other one."""
-    first, taken, before = change or seconds, [], None
-    for _ in range(calls):
-        way = tuner.begin()
-        taken.append((seconds if way is before else first)[way])
-        before = way
-        for part in (0.4, 0.6) if tuner.is_measured else ():  # a forward and a backward
-            timer: Any = SimpleNamespace(seconds=part * taken[-1], wait=lambda: None)
-            tuner.add(timer)
-    return taken
-
-
-@pytest.mark.parametrize("is_threads", [True, False])
-@pytest.mark.parametrize(("slower", "change"), [(1.05, 4.0), (3.0, 1.0), (3.0, 4.0)])
-def test_auto_costs_little_more_than_the_better_way(
-    is_threads: bool, slower: float, change: float
-) -> None:
-    """Though the first call after a change of ways takes longer; and a busy moment is forgotten."""
-    seconds = {is_threads: 1.0, not is_threads: slower}
-    first = {way: change * value for way, value in seconds.items()}
-    tuner = ExecutorTuner()
-    times(tuner, 6, seconds, first)
-    times(tuner, 2, {True: 100.0, False: 100.0})
-    times(tuner, COMPARED - 8, seconds, first)
-    taken = times(tuner, 2 * ExecutorTuner.INTERVAL, seconds, first)
-    assert sum(taken) / len(taken) < 1.03
-    seconds = {is_threads: 1.0, not is_threads: 0.5}
-    times(tuner, ExecutorTuner.INTERVAL + COMPARED, seconds)
-    assert set(times(tuner, 10, seconds)) == {0.5}, "the other way has become faster"
+# executor="auto"
 
 
 @on_cpu  # whose time is the host's
-def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_auto_takes_threads_where_calls_overlap_and_else_order(
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, in_turns = Clock(), list[bool]()
+    clock, in_order = Clock(), list[bool]()
     monkeypatch.setattr(streams, "time", SimpleNamespace(perf_counter=clock))
-    is_main = lambda: threading.current_thread() is threading.main_thread()
 
-    def wait() -> None:
-        in_turns.append(is_main())
-        clock.work(0.015)
-
-    def exclude() -> None:
-        in_turns.append(is_main())
-        clock.work(0.003 if is_main() else 0.018, alone=True)
+    def work() -> None:
+        in_order.append(threading.current_thread() is threading.main_thread())
+        clock.work(0.003 if overlaps or in_order[-1] else 0.018, alone=not overlaps)
 
     with executor_of(3, "auto") as executor:
-        for work, expected in ((wait, False), (exclude, True)):
-            for _ in range(20):
-                executor.run(work.__name__, tasks_of(work, work, work))
-            assert in_turns[-3:] == [expected] * 3
-            assert executor.is_settled(work.__name__)
+        for _ in range(20):
+            executor.run("work", tasks_of(work, work, work))
+        assert in_order[:3] == [True] * 3 and in_order[-3:] == [not overlaps] * 3
+        assert executor.is_settled("work")
 
 
-# Parametrisations that are cached, derivatives in forward mode, first calls on CUDA
-
-
-def cached() -> Tensor:
-    net = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    with nn.utils.parametrize.cached():
-        return net(torch.ones(2))
-
-
-def derived() -> None:
-    with forward_ad.dual_level():
-        pass
+# What torch has once for all threads, and first calls on CUDA
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (cached, r"Expected no torch.nn.utils.parametrize.cached\(\)"),
-        (derived, "Expected no forward-mode derivative"),
-    ],
-)
-def test_what_torch_has_once_for_all_threads_is_refused(call: Any, match: str) -> None:
-    with pytest.raises(RuntimeError, match=match):
-        run(call, call)
-    run(call, call, how="inorder")
+def test_a_derivative_in_forward_mode_is_refused_in_threads() -> None:
+    def derive() -> None:
+        with forward_ad.dual_level():
+            pass
+
+    with pytest.raises(RuntimeError, match="Expected no forward-mode derivative"):
+        run(derive, derive)
+    run(derive, derive, how="inorder")
     with executor_of(2, "auto") as executor:
-        for _ in range(3):  # the first call is in order
-            executor.run("work", tasks_of(call, call))
+        for _ in range(6):  # the first call, in order, shows it
+            executor.run("work", tasks_of(derive, derive))
 
 
 FIRST_CALLS = """

@@ -258,7 +258,6 @@ def test_memory_does_not_grow(on: str) -> None:
             del y, slope
             update(net)
             if step == 19:
-                engine.executor.rest()
                 found.append(alive())
         assert soon(as_at_first), (found, alive())
 

@@ -57,7 +57,6 @@ NAMES: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
             "autograd._engine_run_backward",
             "autograd.Variable._execution_engine.queue_callback",
             "autograd.Variable._execution_engine.is_checkpoint_valid",
-            "nn.utils.parametrize._cache",
             *("overrides._get_current_function_mode_stack", "utils._device.DeviceContext"),
             *("overrides._push_mode", "overrides._pop_mode"),
             "utils._python_dispatch._get_current_dispatch_mode_stack",

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_dp.parallel.apply import Executor
 from lightning_dp.parallel.devices import allocated_memory
 from support.oracle import Classifier
 
@@ -57,8 +56,6 @@ class Count(Callback):
 
     def on_train_epoch_end(self, job: Any, module: Any) -> None:
         gc.collect()
-        for executor in [o for o in gc.get_objects() if isinstance(o, Executor)]:
-            executor.rest()  # a worker may not have come to let go of its last shard
         objects = gc.get_objects()
         counts = {
             "tensors": sum(issubclass(type(o), Tensor) for o in objects),

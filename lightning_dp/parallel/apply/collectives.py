@@ -31,16 +31,10 @@ _OPS: dict[str, Callable[..., Any]] = {
 
 
 def all_gather(x: T) -> T:
-    """The batch's `x`, in every replica: joined as a step's outputs are, see `gather`.
+    """The batch's `x`, a tensor or a container of tensors: joined as a step's outputs are.
 
     Tensors with a row for each sample are concatenated in the order of the batch, 0-dim floating
-    tensors become their mean weighted by shard size.
-
-    Args:
-        x: a tensor, or containers of tensors, of the same structure on every replica.
-
-    Raises:
-        GatherError: the structures differ.
+    tensors become their mean weighted by shard size. See `gather`.
     """
 
     def join(calls: Calls, values: list[Any]) -> Any:
@@ -51,15 +45,10 @@ def all_gather(x: T) -> T:
 
 
 def reduce(x: T, op: Any = "mean") -> T:
-    """The replicas' tensors of one shape in one, in every replica.
+    """The replicas' tensors of one shape in one.
 
-    Args:
-        x: the tensor that this replica brings.
-        op: `"mean"` (or `"avg"`), weighted by shard size: of the shards' means it makes that of
-            the batch; `"sum"`, `"min"`, `"max"`, `"product"`; or a `torch.distributed.ReduceOp`.
-
-    Raises:
-        ValueError: an unknown `op`, or the shapes differ.
+    `op` is `"mean"` (or `"avg"`), weighted by shard size: of the shards' means it makes that of the
+    batch; `"sum"`, `"min"`, `"max"` or `"product"`; or a `torch.distributed.ReduceOp`.
     """
     name = op_name(op)
 
@@ -96,14 +85,9 @@ def reduced(name: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tenso
 
 
 def broadcast(x: T, src: int = 0) -> T:
-    """The `x` of one replica in all of them, its tensors on each one's device.
+    """The `x` of one replica, counted among those that have samples, in all of them.
 
-    Args:
-        x: anything; objects that are neither tensors nor containers of tensors are shared.
-        src: the replica, counted among those that have samples.
-
-    Raises:
-        ValueError: there is no such replica.
+    Objects in it that are neither tensors nor containers of tensors are shared.
     """
 
     def join(calls: Calls, values: list[Any]) -> Any:

@@ -20,12 +20,9 @@ from weakref import finalize
 
 import torch
 
-KEPT_BYTES = 2**30
-"""The most that a process keeps at the end of its heap while an engine is open."""
-LARGEST_BYTES = 2**25
-"""Larger blocks are mapped by themselves; no threshold of glibc's can be higher."""
-ALONE = 2**23
-"""With this many elements or more, a team of threads saves more than it costs."""
+KEPT_BYTES = 2**30  # the most that a process keeps at the end of its heap
+LARGEST_BYTES = 2**25  # larger blocks are mapped by themselves; glibc takes no higher threshold
+ALONE = 2**23  # with more elements, a team of threads saves more than it costs
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _open: set[object] = set()

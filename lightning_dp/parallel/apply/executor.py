@@ -19,10 +19,8 @@ from __future__ import annotations
 import contextvars
 import gc
 import math
-import os
 import statistics
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -44,7 +42,6 @@ from lightning_dp.parallel.devices import replica_names, replica_text, seed_apar
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
-    cached_values,
     check_dual_levels,
     has_modes,
     saved_tensors_functions,
@@ -57,13 +54,10 @@ if TYPE_CHECKING:
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
 
-Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
-"""What the main thread does in a rendezvous: from the replicas' values to what each one gets."""
-
 # [Note: no garbage collection while replicas run in threads]
 # Before Python 3.12 any new object may start a collection, also where torch makes one while it
-# holds the lock of a random generator (`get_rng_state`, in activation checkpoints). If that frees
-# a tensor, other threads run; one that waits for the same lock keeps the interpreter's, for ever.
+# holds the lock of a random generator. If that frees a tensor, other threads run; one that waits
+# for the same lock (`get_rng_state`, in activation checkpoints) keeps the interpreter's, for ever.
 COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 
@@ -93,8 +87,7 @@ class Executor:
     ) -> None:
         check_choice("executor", how, EXECUTORS)
         self._devices, self._timeout = list(devices), timeout
-        self._measures = how == "auto"
-        self._allows_threads = how != "inorder"
+        self._allows_threads, self._measures = how != "inorder", how == "auto"
         self._on_left_behind = on_left_behind
         self._names = replica_names(devices) if names is None else names
         self._is_on_one_device = len(set(devices)) == 1
@@ -102,7 +95,6 @@ class Executor:
         self._tuners: defaultdict[tuple[str, int], ExecutorTuner] = defaultdict(ExecutorTuner)
         self._latest: dict[str, tuple[bool, ExecutorTuner | None]] = {}  # choice for each kind
         self._workers: list[Worker] = []
-        self._pid = 0  # of the process that has them
         if self._allows_threads:
             watch_checkpoints(_watch_checkpoint)
             check_dual_levels(_check_dual_level)
@@ -110,8 +102,8 @@ class Executor:
     def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        One call alone, modules that torch.compile may compile, and calls under saved tensor hooks
-        (`torch.utils.checkpoint` knows tensors by their order) run in order. Returns whether in
+        In order run one call alone, modules that torch.compile may compile, and calls under saved
+        tensor hooks (`torch.utils.checkpoint` knows tensors by their order). Returns whether in
         threads.
         """
         tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
@@ -134,20 +126,15 @@ class Executor:
         continues_previous: bool = False,
         calls: Calls | None = None,
     ) -> list[Any]:
-        """Makes the calls and waits for all of them.
+        """Makes the calls, at most one per replica, and waits for all of them.
 
         An error of a replica ends those that wait for it in a rendezvous; it is raised when all
         have ended, as it is, with a note that names replica, device, stage and samples. An
         interrupt waits some seconds for replicas that run; those that do not end are named, and
         their threads left behind. A second interrupt is raised at once.
 
-        Args:
-            kind: the name of the calls; `"auto"` chooses for each kind.
-            tasks: at most one per replica.
-            continues_previous: whether these calls run as the latest ones of this kind did and
-                count with them, as a backward with its forward: a change of threads costs more
-                than either way saves.
-            calls: the state of this apply; None to make one.
+        With `continues_previous` they run as the latest calls of this kind did, and count with
+        them, as a backward with its forward.
         """
         calls = calls or Calls()
         calls.names, calls.timeout = self._names, self._timeout
@@ -161,7 +148,7 @@ class Executor:
         is_plain = self._is_on_cpu and not (
             torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
         )
-        state, cached = None if is_plain else ThreadState(self._devices), cached_values()
+        state = None if is_plain else ThreadState(self._devices)
         collects = COLLECTS_ANYWHERE and in_threads and gc.isenabled()  # see the note
         if collects:
             gc.disable()
@@ -174,37 +161,27 @@ class Executor:
             if collects:
                 gc.enable()
             if calls.broken is not None and (unended := calls.unended()):
-                self._leave_behind(unended)
+                self._on_left_behind()
+                workers = self._dismiss()  # later calls get new ones
+                for task in unended:
+                    workers[task.replica].leave_behind(task.name + task.context())
             results, error = calls.close()
         if tuner is not None and timer is not None:
             timer.end()
             tuner.add(timer)
-        if cached_values() is not cached and len(tasks) > 1:
-            calls.needs_turns = CACHED
         if calls.needs_turns is not None:
             self._allows_threads = False
-            if in_threads or (calls.have_met and calls.needs_turns is CACHED):
+            if in_threads:
                 raise RuntimeError(calls.needs_turns) from error
         if error is not None:
             raise error
         return results
 
     def _submit(self, replica: int, work: Callable[[], None]) -> None:
-        """Has a function called in a replica's worker.
-
-        The first call makes the workers; a forked child, which has none of its parent's threads,
-        makes them anew.
-        """
-        if not self._workers or self._pid != os.getpid():
-            self._workers, self._pid = start_workers(self._devices), os.getpid()
+        """Has a function called in a replica's worker; starts them if none live, as in a fork."""
+        if not (self._workers and self._workers[replica].thread.is_alive()):
+            self._workers = start_workers(self._devices)
         self._workers[replica].inbox.put(work)
-
-    def _leave_behind(self, tasks: Sequence[Task]) -> None:
-        """Gives up workers that did not end: later calls get new ones."""
-        self._on_left_behind()
-        workers = self._dismiss()
-        for task in tasks:
-            workers[task.replica].leave_behind(task.name + task.context())
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest calls of a kind ran in threads."""
@@ -214,14 +191,6 @@ class Executor:
         """Whether calls of a kind, or of all, run as they will from now on."""
         tuners = [t for name, (_, t) in self._latest.items() if t and kind in (None, name)]
         return all([tuner.choice is not None for tuner in tuners])
-
-    def rest(self) -> None:
-        """Waits until the workers no longer refer to their latest calls."""
-        marks = [threading.Event() for _ in self._workers if self._pid == os.getpid()]
-        for w, mark in zip(self._workers, marks, strict=False):
-            w.inbox.put(mark.set)
-        for mark in marks:
-            mark.wait()
 
     def _dismiss(self) -> list[Worker]:
         """Lets the workers go; each ends after its present call."""
@@ -255,35 +224,29 @@ class ExecutorTuner:
     def __init__(self) -> None:
         self.choice: bool | None = None
         self.is_measured = False
-        self._begun = 0
-        self._timers: dict[bool, list[list[DeviceTimer]]] = {True: [], False: []}
+        self._calls: list[tuple[bool, list[DeviceTimer]]] = []  # in threads?, forward and backward
 
     def begin(self) -> bool:
         """Chooses for the next call; returns whether it runs in threads."""
-        if self.choice is not None:
-            return self.choice
-        row, k = divmod(self._begun, self.ROW)
-        self._begun += 1
-        if row == self.ROWS:
-            self.is_measured = False
-            self.choice = self._seconds(threads=True) <= self._seconds(threads=False)
-            return self.choice
-        in_threads, self.is_measured = row % 2 == 1, k > 0
-        if self.is_measured:
-            self._timers[in_threads].append([])
-            self._present = self._timers[in_threads][-1]
-        return in_threads
+        if self.choice is None:
+            row, k = divmod(len(self._calls), self.ROW)
+            self.is_measured = k > 0
+            if row < self.ROWS:
+                self._calls.append((row % 2 == 1, []))
+                return row % 2 == 1
+            self.choice = self._median(in_threads=True) <= self._median(in_threads=False)
+        return self.choice
 
     def add(self, timer: DeviceTimer) -> None:
-        """Adds to the time of the present call: its forward's, its backward's."""
-        self._present.append(timer)
+        """Adds to the time of the present call."""
+        self._calls[-1][1].append(timer)
 
-    def _seconds(self, *, threads: bool) -> float:
-        """The median time of a call that was made in threads, or in order."""
-        calls = self._timers.pop(threads)
+    def _median(self, *, in_threads: bool) -> float:
+        """The seconds that a call took which was made in threads, or in order."""
+        calls = [timers for way, timers in self._calls if way == in_threads and timers]
         for timer in [timer for timers in calls for timer in timers]:
             timer.wait()
-        return statistics.median([sum([t.seconds for t in timers]) for timers in calls if timers])
+        return statistics.median([sum([t.seconds for t in timers]) for timers in calls] or [0.0])
 
 
 # The replicas' calls in one apply, see the note above
@@ -291,6 +254,14 @@ class ExecutorTuner:
 NOT_BEGUN, BEGINNING = "has not begun", "is about to begin"
 RUNNING, ENDED = "is still running", "has ended"
 """The states of a replica that does not wait in a rendezvous, as errors say them."""
+
+Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
+"""What the main thread does in a rendezvous: from the replicas' values to what each one gets."""
+Reply: TypeAlias = tuple[Any, BaseException | None]  # a value, or an error to raise
+
+PARTICIPANT: ContextVar[Task | None] = ContextVar("participant", default=None)
+current_participant: Callable[[], Task | None] = PARTICIPANT.get
+"""The replica whose call runs here; None outside of replicas."""
 
 
 class RendezvousError(RuntimeError):
@@ -309,14 +280,6 @@ class Arrival(NamedTuple):
     since: float  # `time.perf_counter`
 
 
-Reply: TypeAlias = tuple[Any, BaseException | None]
-"""What a replica gets in a rendezvous: a value, or an error to raise."""
-
-PARTICIPANT: ContextVar[Task | None] = ContextVar("participant", default=None)
-current_participant: Callable[[], Task | None] = PARTICIPANT.get
-"""The replica whose call runs here; None outside of replicas."""
-
-
 @dataclass(eq=False)
 class Task:
     """A call for one replica, and where the replica stands in the apply that makes the call."""
@@ -333,7 +296,6 @@ class Task:
     calls: Calls = field(init=False)
     state: str | Arrival = field(default=NOT_BEGUN, init=False)
     on_main_thread: bool = field(default=False, init=False)  # the call runs on the main thread
-    thread: int = field(default=0, init=False)  # that runs the call
     reply: Reply | None = field(default=None, init=False)  # that it gets at its next turn
     inbox: SimpleQueue[Reply] = field(default_factory=SimpleQueue, init=False)
 
@@ -344,8 +306,7 @@ class Task:
 
     def run(self) -> None:
         """Makes the call on this thread; an error is raised again when all replicas have ended."""
-        token, self.thread = PARTICIPANT.set(self), threading.get_ident()
-        start = time.perf_counter()
+        token, start = PARTICIPANT.set(self), time.perf_counter()
         try:
             if self.spans is not None:
                 self.spans.append(DeviceTimer([self.device]))
@@ -365,20 +326,15 @@ class Task:
         their order, and returns one result for each. It runs in the grad and inference mode of this
         call. An error of `act` is raised in all of them.
         """
-        start, calls = time.perf_counter(), self.calls
-        calls.check()
-        if threading.get_ident() != self.thread:
-            raise RendezvousError(
-                f"Expected {what} in the thread that runs {self.name}, got it in another thread "
-                "that its code has started. Call collectives in the step itself."
-            )
+        start = time.perf_counter()
+        self.calls.check()
         if self.spans:
             self.spans[-1].end()
         stream = None if self.device.type == "cpu" else current_stream(self.device)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         try:
             self.state = Arrival(what, value, act, *modes, stream, start)
-            result, error = calls.wait_for_others(self)
+            result, error = self.calls.wait_for_others(self)
         finally:
             if self.spans is not None:
                 self.spans.append(DeviceTimer([self.device]))
@@ -431,11 +387,7 @@ class Calls:
     ) -> None:
         """Makes all calls at once in the workers, or one after another here until one fails.
 
-        Args:
-            tasks: the calls.
-            state: the main thread's; None if it differs from a new thread's by the grad mode alone.
-            submit: has a function called in the worker of a replica.
-            in_threads: whether they run at once.
+        `state` is the main thread's; None if it differs from a new thread's by the grad mode alone.
         """
         grad = torch.is_grad_enabled()
         self._enter = (lambda _: torch.set_grad_enabled(grad)) if state is None else state.entered
@@ -539,8 +491,9 @@ class Calls:
         if failed and not isinstance(error, RendezvousError):
             add_note(error, f"[in {failed[0].name}{failed[0].context()}]")
         self.is_open, self.participants, self.broken = False, [], None
-        for task in tasks:  # they refer to batches and graphs, in reference cycles
+        for task in tasks:  # workers may keep the latest one; it refers to a batch and to graphs
             task.result = task.error = task.reply = None
+            del task.call, task.context
         return results, error
 
     def _first_error(self) -> BaseException | None:
@@ -601,16 +554,11 @@ class Calls:
         )
 
 
-# What must not run in threads
+# What torch has once for all threads
 
 _ONE_PER_PROCESS = (
     "Expected no {0} where replicas run in threads, got one: torch has one {1} for the whole "
     'process, which replicas would change for each other. Choose executor="inorder", or {2}.'
-)
-CACHED = _ONE_PER_PROCESS.format(
-    "torch.nn.utils.parametrize.cached()",
-    "cache of weights",
-    "leave cached() out, also where replicas meet in a step (collectives, synced batch norm)",
 )
 CHECKPOINT = _ONE_PER_PROCESS.format(
     "activation checkpoint (torch.utils.checkpoint) that draws random numbers",

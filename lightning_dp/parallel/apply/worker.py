@@ -141,13 +141,9 @@ class ThreadState:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._root, self._modes = devices[0], current_modes()
         kinds = {"cpu", *[device.type for device in devices]}
-        places = list(devices)
-        if kinds != {"cpu"}:  # the user's code may compute on devices that have no replica
-            (kind,) = kinds - {"cpu"}
-            places = [torch.device(kind, k) for k in range(torch.accelerator.device_count())]
         self._hand_over = hand_over(devices[0])
         self._contexts: list[Callable[[], AbstractContextManager[Any]]] = [
-            partial(on_streams, side_streams(places)),
+            partial(on_streams, side_streams(devices)),
             partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         ]
@@ -173,7 +169,7 @@ class ThreadState:
     def moved_to(self, device: torch.device) -> Iterator[None]:
         """Gives the thread that made this state another current and default device."""
         modes = Modes(self._default_device_on(device))
-        with current_device(device), in_modes(modes), _checkpointing_one_at_a_time():
+        with current_device(device), in_modes(modes), _one_recomputation_at_a_time():
             yield
 
     def _default_device_on(self, device: torch.device) -> torch.device | None:
@@ -181,8 +177,8 @@ class ThreadState:
         return device if self._modes.default_device == self._root else self._modes.default_device
 
 
-def _checkpointing_one_at_a_time() -> AbstractContextManager[Any]:
-    """Within `torch.utils.checkpoint`: its hooks, with a lock for the devices' autograd threads.
+def _one_recomputation_at_a_time() -> AbstractContextManager[Any]:
+    """In a `torch.utils.checkpoint`: its hooks with a lock, for the devices' autograd threads.
 
     The first tensor that a backward unpacks recomputes the whole checkpoint; others wait for it.
     """

@@ -18,15 +18,13 @@ from contextlib import (
     redirect_stderr,
     redirect_stdout,
 )
-from contextvars import ContextVar
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.first_step.compare import Key, Outcome, rounding
+from lightning_dp.first_step.compare import LOSS, Key, Values, rounding
 from lightning_dp.first_step.snapshot import ModuleSnapshot, copy_to_cpu
 from lightning_dp.parallel.apply import is_synced
 from lightning_dp.parallel.engine import Engine
@@ -44,7 +42,7 @@ _DROPOUTS = (
 class Call(ABC):
     """What is checked: a call of a module with a small batch, and the program around it.
 
-    Each run starts from the same state, with dropout off, and puts everything back.
+    Each run starts from the state at `begin`, with dropout off, and puts everything back.
 
     Args:
         module: the user's module, on the root device.
@@ -59,6 +57,7 @@ class Call(ABC):
         eps: the relative rounding error of the call.
         norms: layers that keep statistics of the batch, which are a shard's on a replica, by name.
         draws: the random operations of the latest run, if it had constant draws.
+        python_draws: the state of Python's and NumPy's generators after the latest call.
         reports_loss: whether the loss is the user's own, and not made by the check.
         counts_items: whether the call says over how many items its loss is a mean.
         loss_scale: by which a loss is multiplied before its backward, so that small gradients of
@@ -75,7 +74,7 @@ class Call(ABC):
         engine: Engine,
         sizes: Sizes,
         batch: Any,
-        recording: Callable[[], AbstractContextManager[dict[Key, Any]]] = lambda: nullcontext({}),
+        recording: Callable[[], AbstractContextManager[Values]] = lambda: nullcontext({}),
         others: Sequence[Any] = (),
     ) -> None:
         self.module, self.engine, self.sizes, self._batch = module, engine, sizes, batch
@@ -84,7 +83,7 @@ class Call(ABC):
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
         self.eps = rounding(dtypes or {torch.get_default_dtype()}, engine.devices[0].type)
         self.norms = {n: layer for n, layer in module.named_modules() if _normalizes(layer)}
-        self.draws = ConstantDraws()
+        self.draws, self.python_draws = ConstantDraws(), b""
         self._snapshot: ModuleSnapshot | None = None
 
     @abstractmethod
@@ -131,7 +130,7 @@ class Call(ABC):
         perturbed: int = 0,
         norms_off: bool = False,
         constant_draws: bool = False,
-    ) -> Outcome:
+    ) -> Values:
         """Makes the call and its backward, and puts everything back.
 
         Args:
@@ -149,6 +148,10 @@ class Call(ABC):
         def begin_draws() -> None:
             snapshot.reseed(seed)
             self.draws.count = 0
+
+        def cut(batch: Any, *, is_late: bool) -> Any:
+            is_cut = shard is not None and is_late is cut_late
+            return self.engine.cut(batch, self.sizes)[shard] if is_cut else batch
 
         try:
             begin_draws()
@@ -175,38 +178,32 @@ class Call(ABC):
                         sizes = f"{self.sizes}, got {self.engine.last_sizes}"
                         raise RuntimeError(f"expected the samples split as {sizes}.")
                 else:
-                    if shard is not None and not cut_late:
-                        batch = self.engine.cut(batch, self.sizes)[shard]
-                    batch = self.transfer(batch)
-                    if shard is not None and cut_late:
-                        batch = self.engine.cut(batch, self.sizes)[shard]
-                    output = self.on_root(batch)
-                drawn = pickle.dumps((random.getstate(), np.random.get_state()))
+                    batch = self.transfer(cut(batch, is_late=False))
+                    output = self.on_root(cut(batch, is_late=True))
+                self.python_draws = pickle.dumps((random.getstate(), np.random.get_state()))
                 loss, rest = self.parse(output)
                 if loss is not None and loss.requires_grad:
                     (loss * self.loss_scale).backward()
-            return Outcome({**values, **self._values(loss, rest, snapshot.changes())}, drawn)
+            return {**values, **self._values(loss, rest, snapshot.changes())}
         finally:
             snapshot.restore()
 
-    def _values(self, loss: Tensor | None, rest: Any, changes: Any) -> dict[Key, Any]:
+    def _values(self, loss: Tensor | None, rest: Any, changes: Any) -> Values:
         """Loss, outputs, gradients, and what the call has changed on the module."""
-        values: dict[Key, Any] = {}
+        values: Values = {}
         if loss is not None and self.reports_loss:
-            values[Key("loss")] = float(loss.detach())
+            values[LOSS] = float(loss.detach())
         for path, leaf in () if rest is None else tree.places(rest):
             values[Key("output", tree.name(path, ""))] = copy_to_cpu(leaf)
         norms = tuple(f"{name}." if name else "" for name in self.norms)
         for (kind, name), value in changes.items():
             if not (kind == "buffer" and name.startswith(norms)):
                 values[Key(kind, name)] = value
-        for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
-            if loss is not None and tensor.is_leaf and tensor.requires_grad:
-                gradient = copy_to_cpu(tensor.grad)
-                if isinstance(gradient, Tensor):
-                    dense = gradient.to_dense()
-                    gradient = torch.view_as_real(dense) if dense.is_complex() else dense
-                values[Key("gradient", name)] = gradient
+        for name, parameter in self.module.named_parameters() if loss is not None else ():
+            gradient = parameter.grad
+            if parameter.requires_grad:
+                dense = None if gradient is None else copy_to_cpu(gradient).to_dense()
+                values[Key("gradient", name)] = dense
         return values
 
 
@@ -270,27 +267,14 @@ class ConstantDraws(TorchDispatchMode):
         return result
 
 
-_checking: ContextVar[bool] = ContextVar("checking", default=False)
-
-
-def is_checking() -> bool:
-    """Whether this code runs for a check: what it calls is not checked itself."""
-    return _checking.get()
-
-
 @contextmanager
 def muted() -> Iterator[None]:
     """Drops what is printed, warned and logged meanwhile: the real call shows it again."""
-    token, level = _checking.set(True), logging.root.manager.disable
+    level, nowhere = logging.root.manager.disable, io.StringIO()
     logging.disable()
     try:
-        with (
-            warnings.catch_warnings(),
-            redirect_stdout(io.StringIO()),
-            redirect_stderr(io.StringIO()),
-        ):
+        with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
-        _checking.reset(token)

@@ -8,26 +8,26 @@ root: their losses and gradients show which weights give those of the whole batc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from lightning_dp.first_step.call import Call, muted
 from lightning_dp.first_step.compare import (
     KNOWN,
+    LOSS,
     NAMES,
     UNCHANGED,
     Difference,
     Key,
-    Outcome,
     Report,
+    Values,
     differing,
     distance,
-    fitted_weights,
+    is_finite,
+    products,
     rounding,
-    weighted_sum,
 )
 from lightning_dp.first_step.snapshot import NotChecked
 from lightning_dp.parallel.reduce import LossReduction, loss_weights
@@ -40,14 +40,14 @@ _CHANCE_FACTOR = 3.0
 
 def check(
     make_call: Callable[[], Call], report: Report, loss_reduction: LossReduction = "mean"
-) -> Report:
+) -> None:
     """Runs a call alone and split, compares, looks for the cause, and puts everything back.
 
     An error in the check is reported and does not reach the caller: the real call will raise it.
 
     Args:
         make_call: makes the call and its engine.
-        report: the report of a call without differences.
+        report: receives what is found.
         loss_reduction: the strategy's.
     """
     call = None
@@ -55,12 +55,12 @@ def check(
         try:
             call = make_call()
             call.begin()
-            return _Comparison(call, is_sum=loss_reduction == "sum").report(report)
+            _Comparison(call, is_sum=loss_reduction == "sum").complete(report)
         except NotChecked as reason:
-            return replace(report, skipped=str(reason))
+            report.skipped = str(reason)
         except Exception as error:
-            text = f"the check raised {type(error).__name__}: {error}"
-            return replace(report, skipped=text, raised=True)
+            report.skipped = f"the check raised {type(error).__name__}: {error}"
+            report.raised = True
         finally:
             if call is not None:
                 call.end()
@@ -79,10 +79,8 @@ class _Comparison:
         self._causes: dict[str, str] = {}
         self._unstable: set[Key] = set()  # values of no run but one, such as a logged time
         self._run_both()
-        if not self._alone.is_finite:
-            raise NotChecked("its loss or gradient is not finite on the root alone.")
 
-    def report(self, empty: Report) -> Report:
+    def complete(self, report: Report) -> None:
         """Makes the experiments, one after the other, as long as differences remain."""
         for experiment in (
             self._run_again,
@@ -95,31 +93,31 @@ class _Comparison:
         ):
             if self._found and "not repeatable" not in self._causes:
                 experiment()
-        values = self._alone.values, self._split.values
-        differences = [
-            Difference(key, *(of.get(key, UNCHANGED) for of in values))
-            for key in self._keys(*NAMES)
-        ]
-        return replace(empty, differences=differences, causes=self._causes)
+        report.causes = self._causes
+        for key in self._keys(*NAMES):
+            values = [of.get(key, UNCHANGED) for of in (self._alone, self._split)]
+            report.differences.append(Difference(key, *values))
 
-    def _run(self, **options: Any) -> Outcome:
+    def _run(self, **options: Any) -> Values:
         return self._call.run(**self._options, **options)
 
     def _run_both(self, **options: bool) -> None:
         self._options |= options
         self._alone, self._split = self._run(), self._run(split=True)
+        if not is_finite(self._alone):
+            raise NotChecked("its loss or gradient is not finite on the root alone.")
         self._compare()
 
     def _compare(self) -> None:
         found = differing(self._alone, self._split, self._call.eps)
         self._found = {key: off for key, off in found.items() if key not in self._unstable}
 
-    def _keep_beyond(self, others: Iterable[Outcome], factor: float) -> None:
+    def _keep_beyond(self, others: Iterable[Values], factor: float) -> None:
         """Keeps differences above `factor` times the largest among other outcomes of `alone`."""
         largest = dict.fromkeys(self._found, 0.0)
         for other in others:
             for key in largest:
-                off = distance(self._alone.values.get(key), other.values.get(key))
+                off = distance(self._alone.get(key), other.get(key))
                 largest[key] = max(largest[key], off)
         self._found = {k: off for k, off in self._found.items() if off > factor * largest[k]}
 
@@ -130,7 +128,7 @@ class _Comparison:
         self._causes[cause] = _WHY[sentence or cause].format(*names)
 
     @cached_property
-    def _parts(self) -> list[Outcome]:
+    def _parts(self) -> list[Values]:
         """Each shard's outcome on the root; asked for when the options do not change any more."""
         return [self._run(shard=k) for k in self._call.active]
 
@@ -162,20 +160,18 @@ class _Comparison:
         # Python and NumPy draws depend on the number of samples if a shard leaves these generators
         # in another state than the whole batch does. Otherwise every replica draws what the root
         # draws, because all start from the same seed.
-        part = self._run(shard=self._call.active[0])
-        draws_for_each_sample = part.python_draws != self._alone.python_draws
-        names, is_controlled = list(self._draws.names), not self._draws.uncontrolled
-        if not names and not draws_for_each_sample:
-            return
-        plain = self._alone, self._split, self._found
-        self._run_both(constant_draws=True)
-        if not self._alone.is_finite:  # divided by a deviation of 0, say
-            self._alone, self._split, self._found = plain
-            self._options["constant_draws"] = is_controlled = False
-        if draws_for_each_sample or not is_controlled:
-            self._keep_beyond((self._run(seed=seed) for seed in range(1, 9)), _CHANCE_FACTOR)
-        if not (self._found and names == ["randperm"]):  # pairs that differ are no chance
-            self._name("random", ", ".join(names) or "numpy's or Python's")
+        draws = set()
+        for shard in (None, self._call.active[0]):
+            self._run(shard=shard)
+            draws.add(self._call.python_draws)
+        draws_for_each_sample = len(draws) > 1
+        names = list(self._draws.names)
+        if names or draws_for_each_sample:
+            self._run_both(constant_draws=True)
+            if draws_for_each_sample or self._draws.uncontrolled:
+                self._keep_beyond((self._run(seed=seed) for seed in range(1, 9)), _CHANCE_FACTOR)
+            if not (self._found and names == ["randperm"]):  # pairs that differ are no chance
+                self._name("random", ", ".join(names) or "numpy's or Python's")
 
     def _perturb(self) -> None:
         """Drops what parameters that are moved by rounding errors change as much."""
@@ -185,9 +181,8 @@ class _Comparison:
         """A shard as the whole batch's transfer hooks leave it, beside the shard's own."""
         keys = self._keys("loss", "gradient", "log", "output")
         if keys and self._call.reports_loss:
-            late, part = self._run(shard=self._call.active[0], cut_late=True), self._parts[0]
-            is_other = differing(part, late, self._call.eps).keys() & {*keys}
-            if is_other and late.python_draws == part.python_draws:
+            late = self._run(shard=self._call.active[0], cut_late=True)
+            if differing(self._parts[0], late, self._call.eps).keys() & {*keys}:
                 self._name("transfer hook")
 
     def _add_up_shards(self) -> None:
@@ -202,26 +197,32 @@ class _Comparison:
             if not self._keys("output"):
                 self._name("whole batch", "The backward of forward", sentence="forward")
         else:
-            sizes = [size for size in self._call.sizes if size]
-            sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
-            finite = [part for part in self._parts if part.is_finite]  # not a mean over nothing
-            solution = iter(fitted_weights(self._alone, finite))
-            counts = [max(next(solution), 0.0) if part.is_finite else 0.0 for part in self._parts]
-            shares = [count / (sum(counts) or 1.0) for count in counts]
-            kinds, values = ("loss", "gradient"), self._alone.values
-            whole = Outcome({key: value for key, value in values.items() if key.kind in kinds})
-            for cause, weights, is_mistake in (
-                ("sum", sums, not self._is_sum),
-                ("mean", means, self._is_sum or self._call.counts_items),
-                ("items", shares, True),
-            ):
-                if not differing(whole, weighted_sum(self._parts, weights), self._call.eps):
-                    if is_mistake:
-                        texts = [", ".join(f"{w:.3f}" for w in of) for of in (shares, means)]
-                        self._name(cause, *texts)
-                    return
-            if "transfer hook" not in self._causes:
-                self._name("whole batch")
+            self._name_loss()
+
+    def _name_loss(self) -> None:
+        sizes = [size for size in self._call.sizes if size]
+        sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
+        finite = [k for k, part in enumerate(self._parts) if is_finite(part)]  # none over nothing
+        squares = products([self._alone, *(self._parts[k] for k in finite)])
+        # The weights at which the sum of losses and gradients comes nearest to the whole batch's.
+        solution = torch.linalg.pinv(squares[1:, 1:], hermitian=True) @ squares[1:, 0]
+        counts = dict(zip(finite, solution.clamp(min=0).tolist(), strict=True))
+        shares = [counts.get(k, 0.0) / (sum(counts.values()) or 1.0) for k in range(len(sizes))]
+        for cause, weights, is_mistake in (
+            ("sum", sums, not self._is_sum),
+            ("mean", means, self._is_sum or self._call.counts_items),
+            ("items", shares, True),
+        ):
+            vector = torch.tensor([-1.0, *(weights[k] for k in finite)], dtype=torch.float64)
+            off = float(vector @ squares @ vector) / float(squares[0, 0])
+            is_all = all(k in finite for k, weight in enumerate(weights) if weight)
+            if is_all and off <= max(self._call.eps, 1e-12):
+                if is_mistake:
+                    texts = [", ".join(f"{w:.3f}" for w in of) for of in (shares, means)]
+                    self._name(cause, *texts)
+                return
+        if "transfer hook" not in self._causes:
+            self._name("whole batch")
 
     def _name_values(self) -> None:
         """Names a cause for each kind of other values that differ."""
@@ -229,8 +230,8 @@ class _Comparison:
             keys = self._keys(kind)
             if kind == "log" and self._causes.keys() & {"whole batch", "transfer hook"}:
                 # A loss that is logged as well has its cause already.
-                loss, values, eps = self._alone.loss, self._alone.values, self._call.eps
-                keys = [key for key in keys if distance(loss, values.get(key), eps)]
+                alone, eps = self._alone, self._call.eps
+                keys = [key for key in keys if distance(alone.get(LOSS), alone.get(key), eps)]
             if not keys or kind in ("loss", "gradient"):
                 continue
             if kind != "output":
@@ -241,27 +242,18 @@ class _Comparison:
             if not self._call.reports_loss:
                 self._name("output", names, sentence="forward")
             else:
-                is_padded = any(len(self._shapes(key)) > 1 for key in keys)
-                self._name("shapes" if is_padded else "output", names)
+                both = self._alone, self._split
+                shapes = [[getattr(of.get(key), "shape", ()) for key in keys] for of in both]
+                self._name("output" if shapes[0] == shapes[1] else "shapes", names)
         if not self._causes.keys() - {*KNOWN}:
             self._name("replicas")
-
-    def _shapes(self, key: Key) -> set[tuple[int, ...]]:
-        """The shapes that an output has for the shards, without the dimension of samples."""
-        dim = self._call.engine.row_rules.dim
-        values = [outcome.values.get(key) for outcome in (self._alone, *self._parts)]
-        shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
-        return {shape[:dim] + shape[dim + 1 :] for shape in shapes}
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-_WRITES = (
-    "The step writes to something that all replicas share ({}), and each of them does so. Write "
-    "to it in on_train_batch_end, which runs once, or append to a list on self."
-)
+_SHARED = "All replicas write to what they share ({}). Write to it in on_train_batch_end, once."
 _WHY = {
     "batch norm": (
         "batch norm in training normalizes each shard by its own statistics, as in DDP ({}); "
@@ -272,23 +264,22 @@ _WHY = {
         "by chance, as from seed to seed."
     ),
     "not repeatable": (
-        "The step differs from run to run on one device, with the same seeds: it keeps state or "
-        "draws random numbers where they cannot be reached from the module. Seed what it draws "
-        "from, and use Trainer(deterministic=True)."
+        "The step differs from run to run on one device, with the same seeds: it keeps state, or "
+        "draws from generators that the module does not hold. Seed these, and use "
+        "Trainer(deterministic=True)."
     ),
     "made in step": (
-        "The step makes parameters ({}), and every replica makes its own. Make them in __init__ or "
-        "configure_model."
+        "Every replica makes parameters of its own ({}). Make them in __init__ or configure_model."
     ),
     "transfer hook": (
         "on_after_batch_transfer or transfer_batch_to_device looks at more than one sample, and "
-        "sees each shard alone: on_before_batch_transfer has the whole batch."
+        "sees each shard alone. Do that in on_before_batch_transfer, which has the whole batch."
     ),
     "sum": 'The loss is a sum over samples, not a mean: use loss_reduction="sum".',
     "mean": "The loss is a mean over samples: leave out num_items and loss_reduction.",
     "items": (
         "The loss is a mean over something else than samples, such as valid tokens: the shards "
-        "have the weights {} in it; by number of samples they would have {}. Return "
+        "weigh {} in it, by number of samples {}. Return "
         '{{"loss": loss, "num_items": n}}, with the number n of what it is a mean over.'
     ),
     "whole batch": (
@@ -298,8 +289,8 @@ _WHY = {
     ),
     "forward": (
         "{} looks at more than one sample at a time, or is not one row per sample. Compute it "
-        "outside of forward, from what forward returns for the whole batch; or say how it is "
-        'joined by gather_overrides={{"name": "sum"}}.'
+        "from what forward returns for the whole batch, or say how it is joined by "
+        'gather_overrides={{"name": "sum"}}.'
     ),
     "logged value": (
         "Logged values that are not means over samples: {}. Log a torchmetrics metric, or pass "
@@ -319,16 +310,12 @@ _WHY = {
     ),
     "buffer": (
         "Buffers that the step writes ({}) keep what the first replica left. Write what follows "
-        'from the whole batch (self.all_gather), use buffers="mean", or use mode="forward".'
+        'from the whole batch (self.all_gather), or use buffers="mean" or mode="forward".'
     ),
-    "state": _WRITES,
-    "parameter": _WRITES,
-    "option": _WRITES,
-    "logger": _WRITES,
+    **dict.fromkeys(("parameter", "state", "logger", "option"), _SHARED),
     "replicas": (
-        "Run one by one from the same state, the shards add up to the batch; run as replicas they "
-        "do not. The step writes to something that the replicas share, or keeps something from "
-        "call to call."
+        "Run one by one from the same state, the shards add up to the batch; as replicas they do "
+        "not. The step writes to what replicas share, or keeps something from call to call."
     ),
 }
 """Each cause, with what to write instead."""

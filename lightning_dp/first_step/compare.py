@@ -7,9 +7,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,36 +49,38 @@ class Key(NamedTuple):
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """All values of one call, on the CPU; a gradient is None where a parameter has none.
+LOSS = Key("loss")
+Values: TypeAlias = dict[Key, Any]
+"""All values of one call, on the CPU; a gradient is None where a parameter has none."""
 
-    `python_draws` is the state of the generators of Python and NumPy after the call.
+
+def is_finite(values: Values) -> bool:
+    """Whether the loss and all gradients are finite."""
+    return math.isfinite(float(products([values])))
+
+
+def products(calls: Sequence[Values]) -> Tensor:
+    """The products of all gradients of each call with those of each, as a square matrix.
+
+    The loss is one more coordinate, with as much weight as the first call's gradients.
     """
+    norm, loss = _gradient_norm(calls[0]), calls[0].get(LOSS)
+    scale = norm**2 / loss**2 if loss and norm else 1.0
 
-    values: dict[Key, Any]
-    python_draws: bytes = b""
+    def product(a: Values, b: Values) -> float:
+        total = scale * (a.get(LOSS) or 0.0) * (b.get(LOSS) or 0.0)
+        for key, gradient in a.items():
+            other = b.get(key)
+            if key.kind == "gradient" and gradient is not None and other is not None:
+                total += float(gradient.double().flatten() @ other.double().flatten())
+        return total
 
-    @property
-    def loss(self) -> float | None:
-        """The loss; None if there is none."""
-        return self.values.get(Key("loss"))
+    return torch.tensor([[product(a, b) for b in calls] for a in calls], dtype=torch.float64)
 
-    @property
-    def gradients(self) -> dict[Key, Tensor | None]:
-        """The gradients."""
-        return {key: value for key, value in self.values.items() if key.kind == "gradient"}
 
-    @cached_property
-    def gradient_norm(self) -> float:
-        """Of all gradients together."""
-        present = [g for g in self.gradients.values() if g is not None]
-        return math.sqrt(sum(float(g.double().square().sum()) for g in present))
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
-        return math.isfinite(self.loss or 0.0) and math.isfinite(self.gradient_norm)
+def _gradient_norm(values: Values) -> float:
+    gradients = [v for key, v in values.items() if key.kind == "gradient" and v is not None]
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
 # How closely
@@ -97,16 +98,14 @@ def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
     return max(eps, 1e-4) if is_short and eps > 1e-9 else eps
 
 
-def differing(alone: Outcome, split: Outcome, eps: float) -> dict[Key, float]:
-    """The keys under which two outcomes differ by more than rounding, with their `distance`."""
-    found: dict[Key, float] = {}
-    for key in {**alone.values, **split.values}:
-        a, b = alone.values.get(key, UNCHANGED), split.values.get(key, UNCHANGED)
-        # A gradient that cancels to 0 is all rounding.
-        floor = 10 * eps * alone.gradient_norm if key.kind == "gradient" else 0.0
-        if apart := distance(a, b, eps, floor):
-            found[key] = apart
-    return found
+def differing(alone: Values, split: Values, eps: float) -> dict[Key, float]:
+    """The keys under which two calls differ by more than rounding, with their `distance`."""
+    rest = 10 * eps * _gradient_norm(alone)  # a gradient that cancels to 0 is all rounding
+    found = {}
+    for key in {**alone, **split}:
+        a, b = alone.get(key, UNCHANGED), split.get(key, UNCHANGED)
+        found[key] = distance(a, b, eps, rest if key.kind == "gradient" else 0.0)
+    return {key: apart for key, apart in found.items() if apart}
 
 
 def distance(a: Any, b: Any, eps: float = 0.0, floor: float = 0.0) -> float:
@@ -157,41 +156,6 @@ def _numbers_apart(a: Tensor, b: Tensor, eps: float, floor: float) -> float:
     return off / scale if scale else math.inf
 
 
-# What the shards' losses and gradients add up to
-
-
-def weighted_sum(outcomes: Sequence[Outcome], weights: Sequence[float]) -> Outcome:
-    """Loss and gradients of the weighted sum of the losses of some outcomes."""
-    pairs = [pair for pair in zip(weights, outcomes, strict=True) if pair[0]]
-    values: dict[Key, Any] = {Key("loss"): sum(w * (outcome.loss or 0.0) for w, outcome in pairs)}
-    for key in {key: None for _, outcome in pairs for key in outcome.gradients}:
-        terms = [(w, outcome.values.get(key)) for w, outcome in pairs]
-        known = [w * term.double() for w, term in terms if term is not None]
-        values[key] = torch.stack(known).sum(0) if known else None
-    return Outcome(values)
-
-
-def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
-    """The weights by which the parts' losses and gradients come nearest to those of the whole.
-
-    Least squares over all gradients, with the loss as one more coordinate of as much weight.
-    """
-    scale = whole.gradient_norm**2 / whole.loss**2 if whole.loss and whole.gradient_norm else 1.0
-
-    def dot(a: Outcome, b: Outcome) -> float:
-        total = scale * (a.loss or 0.0) * (b.loss or 0.0)
-        for key, gradient in a.gradients.items():
-            other = b.values.get(key)
-            if gradient is not None and other is not None:
-                total += float(gradient.double().flatten() @ other.double().flatten())
-        return total
-
-    gram = torch.tensor([[dot(a, b) for b in parts] for a in parts], dtype=torch.float64)
-    target = torch.tensor([dot(a, whole) for a in parts], dtype=torch.float64)
-    solution: list[float] = (torch.linalg.pinv(gram, hermitian=True) @ target).tolist()
-    return solution
-
-
 # In which words
 
 
@@ -202,14 +166,8 @@ class Difference(NamedTuple):
     alone: Any
     split: Any
 
-    def text(self, devices: int) -> str:
-        """Both values, as far as they fit a line."""
-        name = NAMES[self.key.kind].format(self.key.name)
-        alone, split = _short(self.alone), _short(self.split)
-        return f"{name}: {alone} on one device, {split} on {devices} devices"
 
-
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """What the comparison of a call on one device and split over several has found.
 
@@ -226,7 +184,7 @@ class Report:
     option: str = "check_first_step"
     name: str = ""
     sizes: Sizes = ()
-    differences: Sequence[Difference] = ()
+    differences: list[Difference] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
     skipped: str = ""
     raised: bool = False
@@ -255,7 +213,11 @@ class Report:
         for kind, group in groupby(self.differences, lambda difference: difference.key.kind):
             differences = list(group)
             shown = differences[: 1 if kind == "gradient" else _SHOWN]
-            lines += [difference.text(len(used)) for difference in shown]
+            for key, alone, split in shown:
+                name, values = NAMES[kind].format(key.name), (_short(alone), _short(split))
+                lines.append(
+                    "{}: {} on one device, {} on {} devices".format(name, *values, len(used))
+                )
             if len(differences) > len(shown):
                 lines[-1] += f"; and {len(differences) - len(shown)} more"
         return "\n- ".join(lines + self.known) + f"\n({self.option}=False turns this check off.)"

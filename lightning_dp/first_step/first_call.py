@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_dp.first_step.call import Call, copied, is_checking
+from lightning_dp.first_step.call import Call, copied
 from lightning_dp.first_step.causes import check
 from lightning_dp.first_step.compare import Report
 from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
@@ -60,24 +59,23 @@ class FirstCalls:
         kind = (path, engine.is_training and torch.is_grad_enabled())
         # Within a checkpoint, whose hooks would run the call again in the check's backward.
         in_checkpoint = saved_tensors_functions() is not None
-        if kind in self._seen or is_checking() or is_in_backward() or in_checkpoint:
+        if kind in self._seen or is_in_backward() or in_checkpoint:
             return
         report = Report(self._option, f"{path}.forward".lstrip("."))
         try:
-            if not self._always:
-                check_is_cheap(engine)
-            sizes, part = small_part(engine, arguments, path)
+            sizes, part = small_part(engine, arguments, path, always=self._always)
+        except NotChecked as reason:
+            report.skipped = str(reason)
+        else:
             if not sizes:  # a later call may have more samples
                 return
-        except NotChecked as reason:
-            report = replace(report, skipped=str(reason))
-        else:
+            report.sizes = sizes
 
             def make_call() -> Call:
                 own = self._make_engine(lambda n: sizes)
                 return ForwardCall(path, num_args, own, sizes, part, **self._around)
 
-            report = check(make_call, replace(report, sizes=sizes))
+            check(make_call, report)
         self._seen.add(kind)
         self._report(report)
 
@@ -92,7 +90,9 @@ class ForwardCall(Call):
     reports_loss = False
     _returned: Any = None
 
-    def __init__(self, path: str, num_args: int, engine: ForwardParallel, *args: Any, **kw: Any):
+    def __init__(
+        self, path: str, num_args: int, engine: ForwardParallel, *args: Any, **kw: Any
+    ) -> None:
         super().__init__(engine.module, engine, *args, **kw)
         self._path, self._num_args = path, num_args
 
@@ -146,21 +146,28 @@ class ForwardCall(Call):
 # The part of a batch that is checked
 
 
-def small_part(engine: Engine, batch: Any, path: str = "") -> tuple[Sizes, Any]:
+def small_part(engine: Engine, batch: Any, path: str = "", *, always: bool) -> tuple[Sizes, Any]:
     """How many of a batch's first samples each device gets in a check, and a copy of these samples.
 
     Args:
         engine: the engine that will run the batch.
         batch: the batch, or the arguments of a call.
         path: the submodule that is called.
+        always: whether also modules are checked that `"auto"` leaves out.
 
     Returns:
         Empty sizes if fewer than two devices would get any.
 
     Raises:
-        NotChecked: if the batch cannot be cut, and the real call raises that error, too; or if
-            something in it cannot be copied, such as a lock or an open file.
+        NotChecked: if the check would be dear; if the batch cannot be cut, and the real call raises
+            that error, too; or if something in it cannot be copied, such as an open file.
     """
+    tensors = chain(engine.module.parameters(), engine.module.buffers())
+    size = sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t))
+    if not always and engine.replicas.compiled.are_known:
+        raise NotChecked("it has compiled parts, which would compile anew for the small batch.")
+    if not always and size > MOST_BYTES:
+        raise NotChecked(f"its tensors take {size / 2**30:.0f} GiB, and the check copies them.")
     policy = engine.planner.policy
     try:
         n = engine.count_samples(batch) or 0
@@ -189,13 +196,3 @@ def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Si
     falling = iter(range(k + 1, 1, -1))
     wanted = weighted(n, [next(falling) if is_active else 0 for is_active in active])
     return fitted(wanted, least=max(least, 2 if n >= 2 * k else 1)) or ()
-
-
-def check_is_cheap(engine: Engine) -> None:
-    """Raises `NotChecked` for a module whose check would take long or much memory."""
-    if engine.replicas.compiled.are_known:
-        raise NotChecked("it has compiled parts, which would compile anew for the small batch.")
-    tensors = chain(engine.module.parameters(), engine.module.buffers())
-    if sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t)) > MOST_BYTES:
-        gib = MOST_BYTES / 2**30
-        raise NotChecked(f"its tensors take more than {gib:.0f} GiB, and the check copies them.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,13 +20,14 @@ from typing_extensions import override
 
 from lightning_dp.first_step.call import Call
 from lightning_dp.first_step.causes import check
-from lightning_dp.first_step.compare import Key, Report, announce
-from lightning_dp.first_step.first_call import FirstCalls, check_is_cheap, small_part
+from lightning_dp.first_step.compare import Key, Report, Values, announce
+from lightning_dp.first_step.first_call import FirstCalls, small_part
 from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.lightning_private import own_device
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
+from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.reduce import LossReduction, StepOutput
 
 if TYPE_CHECKING:
@@ -85,37 +85,24 @@ class FirstSteps:
             world: the processes; None if this is the only one.
         """
         self.due.discard(method)
-        self._method, is_asked = method, self._option is True
-        report, part, spreads_calls = Report(OPTION, method), None, isinstance(mode, ForwardMode)
+        self._method, always = method, self._option is True
+        report, part = Report(OPTION, method), None
         try:
-            if not is_asked and getattr(self._trainer, "fast_dev_run", False):
+            if not always and getattr(self._trainer, "fast_dev_run", False):
                 raise NotChecked("fast_dev_run.")
-            if not is_asked:
-                check_is_cheap(mode.engine)
-            if not spreads_calls:
-                sizes, part = small_part(mode.engine, batch)
-                report = replace(report, sizes=sizes)
-                if not sizes:
-                    raise NotChecked("the batch has samples for one replica alone.")
+            if isinstance(mode, ForwardMode):
+                self._check_calls(mode.engine)
+                return
+            report.sizes, part = small_part(mode.engine, batch, always=always)
+            if not report.sizes:
+                raise NotChecked("the batch has samples for one replica alone.")
         except NotChecked as reason:
-            report = replace(report, skipped=str(reason))
+            report.skipped = str(reason)
         if world is not None:
             cannot = world.all_gather_objects(bool(report.skipped))
             if any(cannot) and not report.skipped:
-                why = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
-                report = replace(report, skipped=why)
-        if report.skipped:
-            self._found(report)
-        elif spreads_calls:
-            engine: Any = mode.engine
-            engine.first_calls = engine.first_calls or FirstCalls(
-                lambda split: self._make_mode(split=split).engine,  # type: ignore[arg-type,return-value]  # a forward mode's
-                OPTION,
-                always=is_asked,
-                report=self._found,
-                around=_around(self._trainer),
-            )
-        else:
+                report.skipped = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
+        if not report.skipped:
             transfer = partial(self._transfer, dataloader_idx=mode.dataloader_idx)
 
             def make_call() -> Call:
@@ -123,7 +110,17 @@ class FirstSteps:
                 around = _around(self._trainer)
                 return StepCall(own, method, args, transfer, report.sizes, part, **around)
 
-            self._found(check(make_call, report, self._loss_reduction))
+            check(make_call, report, self._loss_reduction)
+        self._found(report)
+
+    def _check_calls(self, engine: ForwardParallel) -> None:
+        engine.first_calls = engine.first_calls or FirstCalls(
+            lambda split: self._make_mode(split=split).engine,  # type: ignore[arg-type,return-value]  # a forward mode's
+            OPTION,
+            always=self._option is True,
+            report=self._found,
+            around=_around(self._trainer),
+        )
 
     def _found(self, report: Report) -> None:
         before = self._reports.get(self._method)
@@ -192,13 +189,13 @@ def _around(trainer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _recording(trainer: Any) -> Iterator[dict[Key, Any]]:
+def _recording(trainer: Any) -> Iterator[Values]:
     """Records what a step logs and does with loggers and optimizers' options.
 
     None of it reaches anything, stops the training, or asks other processes.
     """
     module, root = trainer.lightning_module, trainer.strategy.root_device
-    values: dict[Key, Any] = {}
+    values: Values = {}
     used: Counter[str] = Counter()
     loggers, stops = trainer.loggers, trainer.should_stop
     trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
@@ -218,12 +215,10 @@ def _recording(trainer: Any) -> Iterator[dict[Key, Any]]:
         trainer.loggers, trainer.should_stop = loggers, stops
 
 
-def _record(values: dict[Key, Any], name: str, value: Any, *args: Any, **options: Any) -> None:
+def _record(values: Values, name: str, value: Any, *args: Any, **options: Any) -> None:
     """Stands for `self.log`: the k-th value under a name is compared with the k-th."""
-    key, count = Key("log", name), 1
-    while key in values:
-        count += 1
-        key = Key("log", f"{name} (call {count})")
+    while (key := Key("log", name)) in values:
+        name += " (again)"
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value.detach())
     values[key] = None if isinstance(value, nn.Module) else copy_to_cpu(value)  # no metric's

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
-from itertools import chain, compress
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -158,11 +158,6 @@ class StepRecorder(ReplicaRules):
     def has_own_buffer_rules(self, module: nn.Module) -> bool:
         """Metrics are replicated wherever they are kept."""
         return is_metric(module)
-
-    def keeps_root_tensors(self, module: nn.Module) -> bool:
-        """In forward mode, metrics are on the output device."""
-        tensors = chain(module.parameters(), module.buffers())
-        return any(tensor.device != self._devices[0] for tensor in tensors)
 
     def own_attributes(
         self, module: nn.Module, twin: nn.Module, k: int, device: torch.device

@@ -222,8 +222,6 @@ class Engine:
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
-            if call.has_backward:
-                self.replicas.prepare_sums()
         return self.replicas.modules
 
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> Any:
@@ -300,9 +298,9 @@ class Engine:
             self._undo.pop()()
 
     def _make_room(self) -> bool:
-        """Undoes the step, and frees the buffers of sums; whether there were any."""
+        """Undoes the step; there is nothing else to free."""
         self.undo()
-        return self.replicas.packing.sums.give_up()
+        return False
 
     def rerun(
         self,

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.device_kinds import on_separate
 from support.oracle import devices_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.parallel.comm import Packing, buckets, chain, wait_for_copies
+from lightning_dp.parallel.reduce import reduce_gradients
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
 PLACES = [(0, 1), (2, 0, 1, 3), (0, 1, 1, 2, 2), (1, 0, 2, 0)]
@@ -38,13 +39,11 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
         torch.sim.set_clock("wall")
 
 
-@pytest.fixture(params=[(2**22, 2**25), (512, 2**25), (4096, 4096), (64, 1)])
+@pytest.fixture(params=[2**22, 512, 64])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in one bucket; in several pieces; with one buffer; each tensor alone, with one buffer."""
-    bucket, pool = request.param
-    for name in ("BUCKET_BYTES", "FIRST_BYTES", "PIECE_BYTES"):
-        monkeypatch.setattr(buckets, name, bucket)
-    monkeypatch.setattr(chain, "POOL_BYTES", pool)
+    """All in one bucket; in several pieces; each tensor alone."""
+    for name in ("BUCKET_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(buckets, name, request.param)
 
 
 def tensors_on(device: torch.device, seed: int) -> list[Tensor]:
@@ -78,11 +77,10 @@ class Copies:
 def add_up(packing: Packing, rows: Sequence[Sequence[Tensor]], ready: Any = None) -> None:
     """Adds the rows of all replicas to the first one; waits if no events are given."""
     devices = list(dict.fromkeys(row[0].device for row in rows))
-    assert packing.sums.prepare(devices)
     for j, bucket in enumerate(packing.buckets):
         own = [bucket.of(row) for row in rows]
-        assert all(packing.sums.is_whole(row, j) for row in own)
-        packing.sums.send(j, own, ready)
+        assert all(map(bucket.is_whole, own))
+        packing.add_up(j, own, ready)
     if ready is None:
         wait_for_copies(devices)
 
@@ -98,7 +96,6 @@ def positions(found: list[Tensor]) -> list[set[int]]:
 def test_each_tensor_is_in_one_bucket_and_none_is_too_full(kib: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "BUCKET_BYTES", 64 * KIB)
-        patch.setattr(buckets, "FIRST_BYTES", 64 * KIB)
         found = positions([torch.empty(n * KIB // 4, device="meta") for n in kib])
     assert sorted(i for own in found for i in own) == [*range(len(kib))]
     assert all(len(own) == 1 or sum(kib[i] for i in own) <= 64 for own in found)
@@ -176,7 +173,7 @@ def test_after_an_error_in_the_middle_all_is_right(monkeypatch: pytest.MonkeyPat
 
     copies = Copies((0, 1, 2))
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="on the way"):
-        patch.setattr(chain.Pool, "free", fails)
+        patch.setattr(chain, "_give_back", fails)
         copies.send()
     copies.send(1)
     copies.check()
@@ -231,18 +228,22 @@ def test_terms_may_lie_otherwise_than_the_sum_but_for_slices(
     monkeypatch.setattr(buckets, "PIECE_BYTES", 2**12)
     packing = Packing(rows[0])
     assert len(packing.buckets[0].pieces()) == 32
-    assert not packing.sums.is_whole(rows[1], 0) and packing.sums.is_whole(rows[2], 0)
+    assert [packing.buckets[0].is_whole(row) for row in rows] == [True, False, True]
 
 
 def test_gradients_that_are_conjugates_of_what_lies_in_memory() -> None:
     """Torch conjugates and negates when it reads: a copy of the memory would not have it."""
     root, other = devices_of(2)
     values = torch.complex(*torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)))
-    term = values.to(other).conj()
-    sums = [torch.zeros(3, 4, dtype=values.dtype, device=root), torch.zeros(3, 4, device=root)]
-    assert term.is_conj() and term.imag.is_neg()
-    add_up(Packing(sums), [sums, [term, term.imag]])
-    assert torch.equal(sums[0].cpu(), values.conj()) and torch.equal(sums[1].cpu(), -values.imag)
+    rows = [[nn.Parameter(torch.zeros_like(v).to(root)) for v in (values, values.imag)]]
+    rows.append([p.detach().to(other).requires_grad_() for p in rows[0]])
+    rows[1][0].grad = values.to(other).conj()
+    rows[1][1].grad = rows[1][0].grad.imag
+    for p in rows[0]:
+        p.grad = torch.zeros_like(p)
+    reduce_gradients(rows, Packing(rows[0]))
+    assert torch.equal(rows[0][0].grad.cpu(), values.conj())
+    assert torch.equal(rows[0][1].grad.cpu(), -values.imag)
 
 
 @pytest.mark.sim_only("A GPU does not say that nothing orders two accesses.")
@@ -253,22 +254,9 @@ def test_sums_start_when_their_events_have_come() -> None:
     rows = [tensors_on(device, k) for k, device in enumerate(devices)]
     right = [sum(t.cpu() for t in own) for own in zip(*rows, strict=True)]
     packing = Packing(rows[0])
-    packing.sums.prepare(devices)
     add_up(packing, rows, [torch.accelerator.current_stream(d).record_event() for d in devices])
     with pytest.raises(torch.sim.RaceError):
         rows[0][0] + 1
     wait_for_copies(devices)
     for total, own in zip(rows[0], right, strict=True):
         torch.testing.assert_close(total.cpu(), own)
-
-
-def test_buffers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2**12)
-    monkeypatch.setattr(buckets, "FIRST_BYTES", 2**12)
-    monkeypatch.setattr(chain, "POOL_BYTES", 2**14)
-    devices = devices_of(2)
-    packing = Packing([torch.zeros(2**8, device=devices[0]) for _ in range(64)])
-    packing.sums.prepare(devices)
-    pools = packing.sums.pools.values()
-    memory = [p.flat.untyped_storage() for pool in pools for p in pool._packed.values()]
-    assert sum({own.data_ptr(): own.nbytes() for own in memory}.values()) <= 2 * 2**14

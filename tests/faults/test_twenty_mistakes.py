@@ -136,7 +136,9 @@ PYTHON = [
         lambda: DataParallel(Classifier(), ["cpu", "cpu"], output_device=5), "from 0 to 1", "5"
     ),
     in_python(lambda: DataParallel(Classifier(), device_ids=["cpu", "gpu"]), "device_ids[1]"),
-    in_python(lambda: DataParallel(torch.optim.SGD([torch.ones(1)])), "a torch.nn.Module", "got SGD"),
+    in_python(
+        lambda: DataParallel(torch.optim.SGD([torch.ones(1)])), "a torch.nn.Module", "got SGD"
+    ),
 ]
 
 

@@ -30,21 +30,20 @@ PLACES = [(0, 1, 2), (0, 1, 1, 2, 0)]
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many that two are under way at once."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 2**9)
-    monkeypatch.setattr(chain, "POOL_BYTES", 2**13)
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The buckets that left early."""
     found: list[int] = []
-    send = chain.ChainSum.send
+    add_up = chain.Packing.add_up
 
-    def watched(self: chain.ChainSum, j: int, rows: Any, ready: Any = None) -> None:
+    def watched(self: chain.Packing, j: int, rows: Any, ready: Any = None) -> None:
         if ready is not None:
             found.append(j)
-        send(self, j, rows, ready)
+        add_up(self, j, rows, ready)
 
-    monkeypatch.setattr(chain.ChainSum, "send", watched)
+    monkeypatch.setattr(chain.Packing, "add_up", watched)
     return found
 
 

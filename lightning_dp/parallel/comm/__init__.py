@@ -12,7 +12,7 @@ from lightning_dp.parallel.comm.buckets import group as group
 from lightning_dp.parallel.comm.buckets import scalar_device as scalar_device
 from lightning_dp.parallel.comm.buckets import to_device_coalesced as to_device_coalesced
 from lightning_dp.parallel.comm.chain import Packing as Packing
-from lightning_dp.parallel.comm.chain import add_each as add_each
+from lightning_dp.parallel.comm.chain import are_accelerators as are_accelerators
 from lightning_dp.parallel.comm.streams import DeviceTimer as DeviceTimer
 from lightning_dp.parallel.comm.streams import current_stream as current_stream
 from lightning_dp.parallel.comm.streams import on_streams as on_streams

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
@@ -16,8 +15,6 @@ from lightning_dp.parallel.torch_private import copy_to_each
 
 BUCKET_BYTES = 4 * 2**20
 """A bucket is full at this size; a larger tensor has one of its own."""
-FIRST_BYTES = 2**19
-"""The first bucket is smaller: a backward fills it last, so a step waits for its whole journey."""
 PIECE_BYTES = 2**20
 """Parameters, and gradients of large tensors, pass along the chain in pieces of this size."""
 
@@ -46,63 +43,63 @@ class Bucket:
         start: of a piece of a larger tensor, where it begins there.
     """
 
-    def __init__(
-        self, order: Sequence[int], tensors: Sequence[Tensor], start: int | None = None
-    ) -> None:
-        self.order, self.positions, self.start = list(order), frozenset(order), start
+    def __init__(self, order: Sequence[int], tensors: Sequence[Tensor], start: int = -1) -> None:
+        self.order, self.positions, self._start = list(order), frozenset(order), start
         self.dtype = tensors[0].dtype
-        self.kinds = list(map(kind, tensors))
-        self.length = tensors[0].numel()  # of the first tensor
+        self._kinds = list(map(kind, tensors))
+        self._length = tensors[0].numel()  # of the first tensor
         self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         step = _ALIGNMENT // self.dtype.itemsize
         ends = [*accumulate(-(-tensor.numel() // step) * step for tensor in tensors)]
-        self._starts, self.size = [0, *ends[:-1]], ends[-1]
-        self.bytes = self.size * self.dtype.itemsize
+        self._starts, self._size = [0, *ends[:-1]], ends[-1]
 
     def of(self, tensors: Sequence[Any]) -> list[Any]:
         """The bucket's tensors among all tensors."""
         return [tensors[i] for i in self.order]
 
-    def fits(self, row: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-        """Whether a row of tensors is of the kinds that the bucket is for; False if one is None."""
-        return _PLAIN.issuperset(map(type, row)) and [*map(kind, row)] == self.kinds
-
-    def flat_memory(self, row: Sequence[Tensor]) -> Tensor | None:
-        """The memory of a bucket's only tensor, if it lies as the bucket would have it."""
-        if len(row) > 1 or row[0].stride() != self._like[0].stride():
-            return None
-        if row[0].is_conj() or row[0].is_neg():  # computed when it is read
-            return None
-        return row[0].detach().as_strided([self.length], [1])
-
-    def pieces(self) -> list[Bucket]:
-        """What is passed on at a time: the bucket, or if it is one large tensor, slices of it."""
-        step = elements_per_piece(self.dtype)
-        if len(self.order) > 1 or self.length <= step:
-            return [self]
-        slices = torch.empty(self.length, dtype=self.dtype, device="meta").split(step)
-        return [Bucket(self.order, [piece], k * step) for k, piece in enumerate(slices)]
-
-    def part(self, row: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A bucket's row of tensors; for a piece, the piece's part of it."""
-        if self.start is None:
-            return row
-        first = row[0].storage_offset() + self.start
-        return [row[0].as_strided([self.length], [1], first)]
-
     def on(self, device: torch.device) -> Packed:
         """New memory for the bucket."""
-        return self.in_memory(torch.zeros(self.size, dtype=self.dtype, device=device))
+        return self.in_memory(torch.zeros(self._size, dtype=self.dtype, device=device))
 
-    def in_memory(self, memory: Tensor) -> Packed:
-        """The bucket at the beginning of a flat tensor."""
-        flat = memory.view(self.dtype)[: self.size]
+    def in_memory(self, flat: Tensor) -> Packed:
+        """The bucket in the memory of a flat tensor."""
         views = [
             # By `.data` each view counts its own writes: autograd checks them by tensor.
             flat.data.as_strided(like.shape, like.stride(), start)
             for like, start in zip(self._like, self._starts, strict=True)
         ]
         return Packed(flat, views)
+
+    def flat_memory(self, row: Sequence[Tensor]) -> Tensor | None:
+        """The memory of a bucket's only tensor, if it lies as the bucket would have it."""
+        if len(row) > 1 or row[0].stride() != self._like[0].stride():
+            return None
+        return row[0].detach().as_strided([self._length], [1])
+
+    def pieces(self) -> list[Bucket]:
+        """What is passed on at a time: the bucket, or if it is one large tensor, slices of it."""
+        step = elements_per_piece(self.dtype)
+        if len(self.order) > 1 or self._length <= step:
+            return [self]
+        slices = torch.empty(self._length, dtype=self.dtype, device="meta").split(step)
+        return [Bucket(self.order, [piece], k * step) for k, piece in enumerate(slices)]
+
+    def part(self, row: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A bucket's row of tensors; for a piece, the piece's part of it."""
+        if self._start < 0:
+            return row
+        first = row[0].storage_offset() + self._start
+        return [row[0].as_strided([self._length], [1], first)]
+
+    def is_whole(self, row: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
+        """Whether a row is all of the bucket, as it can be sent; slices need dense memory."""
+        tensors: Sequence[Any] = row
+        if not _PLAIN.issuperset(map(type, tensors)) or [*map(kind, tensors)] != self._kinds:
+            return False
+        if any([t.is_conj() or t.is_neg() for t in tensors]):  # computed when it is read
+            return False
+        is_cut = len(tensors) == 1 and self._length > elements_per_piece(self.dtype)
+        return not is_cut or self.flat_memory(tensors) is not None
 
 
 def elements_per_piece(dtype: torch.dtype) -> int:
@@ -118,17 +115,14 @@ def group(tensors: Sequence[Tensor], *, has_graphs: bool = False) -> Iterator[li
     """
     open_buckets: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
-    begun: set[Hashable] = set()  # kinds that have had their first bucket
     for i, tensor in enumerate(tensors):
         key = tensor.device, tensor.dtype, tensor.requires_grad
         is_alone = not can_be_packed(tensor) or (has_graphs and tensor.requires_grad)
         if is_alone or tensor.nbytes >= BUCKET_BYTES:
             yield [i]
             continue
-        most = BUCKET_BYTES if key in begun else FIRST_BYTES
-        if key in open_buckets and sizes[key] + tensor.nbytes > most:
+        if key in open_buckets and sizes[key] + tensor.nbytes > BUCKET_BYTES:
             yield open_buckets.pop(key)
-            begun.add(key)
         if key not in open_buckets:
             open_buckets[key], sizes[key] = [], 0
         open_buckets[key].append(i)
@@ -176,19 +170,16 @@ def to_device_coalesced(
 def _sent(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """Tensors that share a bucket after one copy, which may still be under way."""
     if len(tensors) > 1:
-        with contextlib.suppress(torch.OutOfMemoryError), torch.no_grad():
+        with torch.no_grad():
             bucket = Bucket(range(len(tensors)), tensors)
             packed = bucket.on(tensors[0].device)
             copy_to_each(packed.views, tensors)
             return bucket.in_memory(packed.flat.to(device, non_blocking=True)).views
     # A nested tensor's graph cannot pass through a function of our own.
-    to_cpu = device.type == "cpu" and torch.is_grad_enabled()
-    return [
-        _to_cpu(tensor)
-        if to_cpu and tensor.requires_grad and can_be_packed(tensor)
-        else tensor.to(device, non_blocking=True)
-        for tensor in tensors
-    ]
+    to_cpu = device.type == "cpu" and torch.is_grad_enabled() and tensors[0].requires_grad
+    if to_cpu and can_be_packed(tensors[0]):
+        return [_to_cpu(tensors[0])]
+    return [tensors[0].to(device, non_blocking=True)]
 
 
 class _ToCPU(torch.autograd.Function):

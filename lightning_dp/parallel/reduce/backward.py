@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dp.parallel.comm import Packing, current_stream, wait_for_copies
+from lightning_dp.parallel.comm import Packing, are_accelerators, current_stream, wait_for_copies
 from lightning_dp.parallel.reduce.gradients import (
     GRAD,
     add_gradients,
@@ -73,7 +73,7 @@ class Backward:
             filled = map(replicas.parameters_of, overlapping_replicas)
             rows = [*{id(row): row for row in filled}.values()]
             devices = list(dict.fromkeys(row[0].device for row in rows))
-            if len(devices) > 1 and self._packing.sums.prepare(devices):
+            if len(devices) > 1 and are_accelerators(devices):
                 self._overlap = Overlap(rows, devices, self._packing, positions)
 
     def commit(self) -> None:
@@ -169,9 +169,10 @@ class Overlap:
         if missing:
             return
         del self._missing[j, r]
-        parameters = self._packing.buckets[j].of(self._rows[r])
+        bucket = self._packing.buckets[j]
+        parameters = bucket.of(self._rows[r])
         gradients = [p.grad for p in parameters]
-        if not self._packing.sums.is_whole(gradients, j):
+        if not bucket.is_whole(gradients):
             return
         for stream in streams - {here}:
             here.wait_stream(stream)
@@ -184,7 +185,7 @@ class Overlap:
             by_replica[r] = gradients, ready
             if len(by_replica) == len(self._rows):
                 taken = [by_replica[k] for k in range(len(by_replica))]
-                self._packing.sums.send(j, [row for row, _ in taken], [e for _, e in taken])
+                self._packing.add_up(j, [row for row, _ in taken], [e for _, e in taken])
 
     def end(self) -> None:
         """The backward has ended: gradients that have not left are their parameters' again."""

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lightning_dp.parallel.comm import (
     Packing,
-    add_each,
+    are_accelerators,
     can_be_packed,
     gradients_on,
     wait_for_copies,
 )
+from lightning_dp.parallel.torch_private import add_to_each
 
 Gradients: TypeAlias = list[Tensor | None]
 
@@ -55,14 +56,14 @@ def _add_by_chain(
     sums: Gradients, rows: list[Gradients], packing: Packing, devices: list[torch.device]
 ) -> None:
     """Adds the buckets of which each replica has all or nothing; in the rows they are None then."""
-    if not packing.sums.prepare(devices):
+    if not are_accelerators(devices):
         return
     try:
         for j, bucket in enumerate(packing.buckets):
             total, parts = bucket.of(sums), [bucket.of(row) for row in rows]
             terms = [part for part in parts if any(g is not None for g in part)]
-            if terms and all(packing.sums.is_whole(row, j) for row in (total, *terms)):
-                packing.sums.send(j, [total, *terms])
+            if terms and all(bucket.is_whole(row) for row in (total, *terms)):
+                packing.add_up(j, [total, *terms])
                 for row, i in product(rows, bucket.order):
                     row[i] = None
     finally:
@@ -78,8 +79,12 @@ def add_gradients(sums: Gradients, row: Gradients) -> None:
             sums[i] = gradient
         elif gradient is not None:
             pairs.append((total, gradient))
-    if pairs:
-        add_each([total for total, _ in pairs], [gradient for _, gradient in pairs])
+    # foreach refuses tensors that are computed when they are read.
+    if any([t.is_conj() or t.is_neg() for t in chain.from_iterable(pairs)]):
+        for total, gradient in pairs:
+            total.add_(gradient)
+    elif pairs:
+        add_to_each([total for total, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:

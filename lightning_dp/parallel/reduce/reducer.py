@@ -64,7 +64,6 @@ class Reducer:
         """Ends what is open, in this process alone: after an error the others do not come."""
         self._world = self.rank_samples = None
         self.settle()
-        self._replicas.packing.sums.pools.clear()
 
     def root_keeps_its_buffers(self, shards: Shards) -> bool:
         """Whether the root's buffers stay: it is replica 0, the first one with samples."""

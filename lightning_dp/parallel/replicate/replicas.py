@@ -1,42 +1,49 @@
-"""The replicas of a module, one per device: built once, kept, and refreshed before every step."""
+"""The replicas of a module, one per device: built once, kept, and refreshed before every step.
+
+[Note: what is copied when] A replica's parameters are leaves. On the root's device they are in the
+root's memory; elsewhere they are copies, sent again if the version counter or data pointer of the
+root's has changed. Trained parameters are also sent after every optimizer step or backward, because
+fused optimizers raise no version counter. Buffers are in memory of their own, also on the root's
+device, where a step may resize them. Attributes are copied anew, all of them, when one of the
+root's is bound anew or a container has other items. Where a parameter, submodule, hook or buffer
+comes or goes, all replicas are built anew.
+"""
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
-from itertools import chain, product
-from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from itertools import chain, compress, count, product
+from operator import attrgetter, is_not, ne
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_dp.parallel.comm import gradients_on, to_device_coalesced
-from lightning_dp.parallel.replicate.attributes import ATOMS, Copier, ReplicaGenerators
+from lightning_dp.parallel.comm import Packed, Packing, gradients_on, to_device_coalesced
 from lightning_dp.parallel.replicate.compiled import Compilations, compiled_attributes
-from lightning_dp.parallel.replicate.parameters_and_buffers import (
-    BufferState,
-    Parameters,
-    copies_of,
-    entries,
-    pointers_of,
-    versions_of,
-)
-from lightning_dp.parallel.replicate.structure import Contents, ModuleStructure, ReplicaRules
+from lightning_dp.parallel.replicate.copier import ATOMS, Copier, ReplicaGenerators
+from lightning_dp.parallel.replicate.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.torch_private import (
+    BATCH_NORMS,
     FIXED_NAMES,
     HOOK_TABLES,
     at_end_of_backward,
     buffer_table,
     child_table,
     gradient_hooks,
+    is_in_backward,
     parameter_table,
     tables_as_attributes,
+    version,
 )
 
 ParameterCopies: TypeAlias = Literal["changed", "frozen", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
+Table: TypeAlias = dict[str, Tensor | None]
 
 _GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
 _HOOK_TABLES = frozenset(HOOK_TABLES)
@@ -52,7 +59,7 @@ class Replicas:
             were replaced.
         root_parameters: the root's parameters, tied ones once.
         packing: how parameters, and gradients of their kinds, are packed when they travel.
-        attributes: counts changes of the root's attributes.
+        attributes: the root's attributes when they were copied; another object after each copy.
         max_norm_embeddings: the `norm_type` of embeddings with `max_norm`, by positions of weights.
         compiled: the module's compilations.
 
@@ -74,24 +81,30 @@ class Replicas:
         self._root, self._devices = root, list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
-        self._build()
+        with torch.inference_mode(False), torch.no_grad():
+            self._build()
+        if len({*devices}) > 1:
+            hook = register_optimizer_step_post_hook(partial(_after_step, weakref.ref(self)))
+            weakref.finalize(self, hook.remove)
 
     def _build(self) -> None:
         self._are_lost = self._has_failed = False
-        with torch.inference_mode(False), torch.no_grad():
-            self._structure = structure = ModuleStructure(self._root, self._rules)
-            self.root_parameters, self.attributes = structure.parameters, structure.attributes
-            self.max_norm_embeddings = _max_norm_embeddings(structure)
-            self.compiled = Compilations(self._root, len(self._devices))
-            self._parameters = Parameters(structure.parameters, self._devices)
-            self.packing = self._parameters.packing
-            self._others = [
-                Replica(structure, k, device, self._rules, self._parameters.rows[k])
-                for k, device in enumerate(self._devices)
-                if k > 0
-            ]
-            self._copy_buffers(self._others)
-            self._copy_attributes()
+        structure = ModuleStructure(self._root, self._rules, self._devices[0])
+        self._structure, self._tables = structure, Contents(structure.tables)
+        self._with_buffers = [m for m in structure.modules if buffer_table(m)]
+        self.root_parameters = structure.parameters
+        self.max_norm_embeddings = _max_norm_embeddings(structure)
+        self.compiled = Compilations(self._root, len(self._devices))
+        self.packing = Packing(structure.parameters)
+        self._others = [
+            Replica(structure, k, device, self._rules, self.packing)
+            for k, device in enumerate(self._devices)
+            if k > 0
+        ]
+        self._have_copies = not all([r.in_root_memory for r in self._others])
+        self._copy_parameters(self._others, everything=True)
+        self._copy_buffers(self._others)
+        self._copy_attributes()
         self.modules = [self._root, *(replica.module for replica in self._others)]
         self.submodules = [structure.modules, *(r.submodules for r in self._others)]
 
@@ -109,44 +122,11 @@ class Replicas:
         self._has_failed = True
 
     def expect_change(self) -> None:
-        """Has the next refresh copy trained parameters, which are about to be updated."""
-        self._parameters.expect_change()
-
-    @property
-    def parameters(self) -> Sequence[Sequence[Tensor]]:
-        """The parameters of every replica; equal positions correspond, tied ones appear once.
-
-        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
-        """
-        rows: list[Sequence[Tensor]] = [self.root_parameters]
+        """Has the next refresh copy trained parameters, which may change without a trace."""
         for replica in self._others:
-            # A parameter may be in an earlier step's graph, or a step may have bound a gradient.
-            if not replica.shares or {*map(_GRAD, replica.parameters)} != {None}:
-                rows.append(replica.parameters)
-        return rows
+            replica.is_behind = True
 
-    def parameters_of(self, k: int) -> Sequence[Tensor]:
-        """The parameters that a backward of replica k fills: the root's where it shares them."""
-        return self._parameters.rows[0 if k and self._others[k - 1].shares else k]
-
-    @property
-    def root_buffers(self) -> list[Tensor | None]:
-        """The root's buffers."""
-        return entries(self._structure.buffer_tables)
-
-    @property
-    def buffers_of_steps(self) -> list[list[Tensor | None]]:
-        """Every replica's buffers, without those of modules that have own buffer rules."""
-        structure = self._structure
-        places = [
-            i for i, m in enumerate(structure.modules) if id(m) not in structure.has_own_rules
-        ]
-        rows = [structure.buffer_tables, *(r.buffer_tables for r in self._others)]
-        return [entries(tables[i] for i in places) for tables in rows]
-
-    def keep(self, k: int, position: int, name: str) -> None:
-        """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
-        self._others[k - 1].keep(position, name)
+    # Every step
 
     def refresh(
         self,
@@ -165,70 +145,114 @@ class Replicas:
         """
         has_failed, self._has_failed = self._has_failed, True  # until this has ended
         everything = has_failed or parameters == "all"
-        others = self._others
-        if active and not has_failed:
-            others = [replica for replica in others if replica.k in active]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._has_other_structure():
+            others = [r for r in self._others if has_failed or not active or r.k in active]
+            if self._have_other_structure():
                 self._build()
             elif others:
-                frozen, numbers = parameters == "frozen", [replica.k for replica in others]
-                self._parameters.refresh(numbers, everything=everything, frozen=frozen)
-                if buffers == "read" and not (everything or self._structure.reads_buffers()):
+                self._copy_parameters(others, everything, frozen=parameters == "frozen")
+                if buffers == "read" and not (everything or self._reads_buffers()):
                     others = []
                 elif buffers == "changed" and not everything:
                     others = [replica for replica in others if replica.has_other_buffers()]
                 has_new = bool(others) and self._copy_buffers(others)
-                if has_failed or (has_new and self._holds_tensors) or self._has_other_attributes():
+                if has_failed or (has_new and self._hold_tensors) or self._have_other_attributes():
                     self._copy_attributes()
             for replica in self._others:
                 if replica.generators.by_root:
                     replica.generators.follow(alone=bool(active and 0 not in active))
         self._has_failed = False
 
-    def _has_other_structure(self) -> bool:
+    def _have_other_structure(self) -> bool:
         """Whether new replicas are to be made; saves the gradients of those that there are."""
         if self._are_lost:
             return True
-        if not (self._structure.tables.differ() or self._parameters.have_other_kinds()):
+        has_other_kinds = self._have_copies and not self.packing.fits(self.root_parameters)
+        if not (has_other_kinds or self._tables.differ()):
             return False
         # Tensors that a functional call puts in place of parameters accumulate nothing.
         if all([p.is_leaf for p in self.root_parameters]):
             self._before_rebuild(self.parameters)
         return True
 
+    def _copy_parameters(
+        self, others: Sequence[Replica], everything: bool, frozen: bool = False
+    ) -> None:
+        """Sends what has changed, what is frozen, or everything.
+
+        Where one parameter of a bucket has changed, all of the bucket is sent. That leaves no trace
+        in versions, so that graphs of earlier calls stay usable.
+        """
+        roots = self.root_parameters
+        # Replicas in the root's memory see what is written there.
+        versions = versions_of(roots) if self._have_copies else []
+        state = ParameterState(pointers_of(roots), versions, list(map(_REQUIRES_GRAD, roots)))
+        stale: list[tuple[Replica, set[int]]] = []
+        for replica in others:
+            positions = replica.follow(state, everything, frozen)
+            if positions:
+                stale.append((replica, positions))
+        if stale:
+            targets = [
+                [r.packed[j] for r, positions in stale if positions & bucket.positions]
+                for j, bucket in enumerate(self.packing.buckets)
+            ]
+            self.packing.send(roots, targets)
+            for replica, positions in stale:
+                for i in positions.intersection(self.packing.alone):
+                    replica.parameters[i].data.copy_(roots[i].data)
+
+    def _reads_buffers(self) -> bool:
+        """Whether a forward may read a buffer. Batch norm in training only writes to its own."""
+        return any([type(m) not in BATCH_NORMS or not m.training for m in self._with_buffers])
+
     def _copy_buffers(self, others: Sequence[Replica]) -> bool:
         """Gives replicas new buffers, with the root's values; whether there are any."""
-        present = self._structure.present_buffers()
-        arrived: dict[torch.device, list[Tensor]] = {}
+        roots = self._structure.buffers()
         for replica in others:
-            if replica.device not in arrived:
-                arrived[replica.device] = to_device_coalesced(present, replica.device)
-            replica.take_buffers(present, copies_of(arrived[replica.device]))
-        return bool(present)
+            arrived = to_device_coalesced(roots, replica.device)
+            replica.take_buffers(roots, [buffer.detach().clone() for buffer in arrived])
+        return bool(roots)
 
-    def _has_other_attributes(self) -> bool:
+    def _have_other_attributes(self) -> bool:
         """Whether an attribute, or the content of a container, is not what was copied."""
         return (
-            self.attributes.look() != self._versions
-            or list(map(len, self._own)) != self._sizes
-            or self._contents.differ()
+            self.attributes.differ()
+            or self._containers.differ()
             or (bool(self._moved) and versions_of(self._moved) != self._moved_versions)
         )
 
     def _copy_attributes(self, *, with_graphs: bool = False) -> None:
         """Copies all attributes of all modules anew, and notes what shows that they change."""
         copiers = [r.copy_attributes(with_graphs=with_graphs) for r in self._others]
-        self._holds_tensors = any([copier.holds_tensors for copier in copiers])
-        self._has_graphs = any([copier.has_graphs for copier in copiers])
+        self._hold_tensors = any([copier.holds_tensors for copier in copiers])
+        self._have_graphs = any([copier.has_graphs for copier in copiers])
         self.compiled.are_known |= any([copier.compiles for copier in copiers])
-        self._versions = list(self.attributes.look())
-        self._own = [vars(module) for r in self._others for module in r.submodules]
-        self._sizes = list(map(len, self._own))
-        self._contents = Contents(list(chain.from_iterable(c.containers for c in copiers)))
+        self.attributes = Contents([vars(owner).values() for owner in self._structure.owners])
+        self._containers = Contents([c for copier in copiers for c in copier.containers])
         self._moved = [tensor for copier in copiers for tensor in copier.moved]
         self._moved_versions = versions_of(self._moved)
+
+    # Whose gradients and buffers are whose
+
+    @property
+    def parameters(self) -> Sequence[Sequence[Tensor]]:
+        """The parameters of every replica; equal positions correspond, tied ones appear once.
+
+        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
+        """
+        rows: list[Sequence[Tensor]] = [self.root_parameters]
+        for replica in self._others:
+            # A parameter may be in an earlier step's graph, or a step may have bound a gradient.
+            if not replica.shares or {*map(_GRAD, replica.parameters)} != {None}:
+                rows.append(replica.parameters)
+        return rows
+
+    def parameters_of(self, k: int) -> Sequence[Tensor]:
+        """The parameters that a backward of replica k fills: the root's where it shares them."""
+        shares = k == 0 or self._others[k - 1].shares
+        return self.root_parameters if shares else self._others[k - 1].parameters
 
     def share_parameters(self, share: bool) -> None:
         """Has replicas on the root's device compute with the root's own parameters, or no longer.
@@ -239,29 +263,28 @@ class Replicas:
         """
         share, changed = share and not self.max_norm_embeddings, False
         for replica in self._others:
-            if self._parameters.share_memory[replica.k] and replica.shares != share:
+            if replica.in_root_memory and replica.shares != share:
                 replica.share(share)
                 changed = True
-        if changed and self._holds_tensors:
+        if changed and self._hold_tensors:
             self._copy_attributes()
 
-    def prepare_sums(self) -> None:
-        """Takes the buffers of a backward's sums now, since it may have little memory left."""
-        devices = [r.device for r in self._others if not self._parameters.share_memory[r.k]]
-        if devices and torch.is_grad_enabled():
-            self.packing.sums.prepare([self._devices[0], *devices])
+    @property
+    def root_buffers(self) -> list[Tensor | None]:
+        """The root's buffers."""
+        return entries(self._structure.buffer_tables)
 
-    def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
-        """Has replicas compute with functions of the root's parameters, see `Replica.connect`.
+    @property
+    def buffers_of_steps(self) -> list[list[Tensor | None]]:
+        """Every replica's buffers, without those of modules that have own buffer rules."""
+        rules, modules = self._structure.has_own_rules, self._structure.modules
+        places = [i for i, module in enumerate(modules) if id(module) not in rules]
+        rows = [self._structure.buffer_tables, *(r.buffer_tables for r in self._others)]
+        return [entries(tables[i] for i in places) for tables in rows]
 
-        Attributes that are tensors with a graph are part of it, too. A backward through them calls
-        `after_backward` at its end.
-        """
-        for k in active:
-            if k > 0:
-                self._others[k - 1].connect(after_backward)
-        if self._holds_tensors or self._has_graphs:
-            self._copy_attributes(with_graphs=torch.is_grad_enabled())
+    def keep(self, k: int, position: int, name: str) -> None:
+        """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
+        self._others[k - 1].keep(position, name)
 
     def refuse_trained_buffers(self) -> None:
         """Raises a ValueError about buffers that are trained: replicas would give them nothing.
@@ -287,9 +310,28 @@ class Replicas:
         for k, (i, norm_type) in product(active, self.max_norm_embeddings.items()):
             if k > 0:
                 weight = self.root_parameters[i].data
-                rescaled = self._parameters.rows[k][i].data.to(weight.device)
+                rescaled = self._others[k - 1].parameters[i].data.to(weight.device)
                 norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (weight, rescaled)]
                 weight.copy_(torch.where(norms[1] < norms[0], rescaled, weight))
+
+    def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
+        """Has replicas compute with functions of the root's parameters, see `Replica.connect`.
+
+        Attributes that are tensors with a graph are part of it, too. A backward through them calls
+        `after_backward` at its end.
+        """
+        for k in active:
+            if k > 0:
+                self._others[k - 1].connect(after_backward)
+        if self._hold_tensors or self._have_graphs:
+            self._copy_attributes(with_graphs=torch.is_grad_enabled())
+
+
+def _after_step(replicas: Callable[[], Replicas | None], *_: Any) -> None:
+    """Runs after a step of any optimizer."""
+    living = replicas()
+    if living is not None:
+        living.expect_change()
 
 
 def _max_norm_embeddings(structure: ModuleStructure) -> dict[int, float]:
@@ -314,10 +356,21 @@ class Replica:
         k: int,
         device: torch.device,
         rules: ReplicaRules,
-        parameters: Sequence[nn.Parameter],
+        packing: Packing,
     ) -> None:
-        self._source, self.k, self.device, self.parameters = source, k, device, parameters
+        self._source, self.k, self.device = source, k, device
+        self.is_behind = True  # trained parameters may have changed without a trace
         self.shares = False  # whether it computes with the root's own parameters
+        roots = source.parameters
+        # What shares the memory of an inference tensor could never be trained.
+        is_there = device == source.device
+        self.in_root_memory = is_there and not any([p.is_inference() for p in roots])
+        self.packed: list[Packed] = []
+        self._memory = [p.detach() for p in roots] if self.in_root_memory else []
+        if not self.in_root_memory:
+            self.packed, self._memory = packing.memory(roots, device)
+        self.parameters = list(map(_leaf, roots, self._memory))
+        self._seen = ParameterState([], [], [])
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
         self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
@@ -327,35 +380,91 @@ class Replica:
         self._new_copier = partial(
             Copier, source=root_device, device=device, generators=self.generators
         )
-        twins: dict[int, Any] = {id(m): object.__new__(type(m)) for m in source.modules}
-        twins.update((id(m), copy.deepcopy(m).to(device)) for m in source.scripted)
-        self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
-        self.module, self._twins = self.submodules[0], twins
-        parts = {**twins, **dict(zip(map(id, source.parameters), self.parameters, strict=True))}
-        self.buffer_tables: list[dict[str, Tensor | None]] = [{} for _ in source.modules]
+        self._make_modules(rules)
+
+    def _make_modules(self, rules: ReplicaRules) -> None:
+        """Makes modules with tables of their own; attributes are copied later."""
+        source = self._source
+        self._twins: dict[int, Any] = {id(m): object.__new__(type(m)) for m in source.modules}
+        self.submodules: list[nn.Module] = [self._twins[id(m)] for m in source.modules]
+        self.module = self.submodules[0]
+        parts = self._twins | dict(zip(map(id, source.parameters), self.parameters, strict=True))
+        self.buffer_tables: list[Table] = [{} for _ in source.modules]
         self._tables = [*self.buffer_tables]
         self._kept: list[Set[str]] = []  # names of attributes that it has for itself
-        for original, twin, table in zip(
-            source.modules, self.submodules, self.buffer_tables, strict=True
-        ):
-            weights_of, children = (
+        pairs = list(zip(source.modules, self.submodules, strict=True))
+        for (original, twin), buffers in zip(pairs, self.buffer_tables, strict=True):
+            weights, children = (
                 {name: parts.get(id(part), part) for name, part in tables(original).items()}
                 for tables in (parameter_table, child_table)
             )
-            self._tables.append(weights_of)
-            buffers = buffer_table(original) if id(original) in source.keeps_root else table
-            attributes = tables_as_attributes(weights_of, buffers, children)
-            attributes.update(rules.own_attributes(original, twin, k, device))
+            self._tables.append(weights)
+            attributes = tables_as_attributes(weights, buffers, children)
+            attributes.update(rules.own_attributes(original, twin, self.k, self.device))
             hooks = {name: type(vars(original)[name])() for name in HOOK_TABLES}
             vars(twin).update({**vars(original), **hooks, **attributes})
             self._kept.append((FIXED_NAMES - _HOOK_TABLES) | attributes.keys())
-        for j, (original, twin) in enumerate(zip(source.modules, self.submodules, strict=True)):
+        for j, (original, twin) in enumerate(pairs):
             compiled = compiled_attributes(original, twin)
             vars(twin).update(compiled)
             self._kept[j] |= compiled.keys()
-        self._kept += [frozenset(["__deepcopy__"])] * len(parameters)  # see `alias_parameters`
+        self._kept += [frozenset(["__deepcopy__"])] * len(self.parameters)  # see `alias_parameters`
 
     # Parameters and buffers
+
+    def follow(self, state: ParameterState, everything: bool, frozen: bool) -> set[int]:
+        """Follows the root, of which this is the state; returns positions that are to be sent."""
+        # Where a checkpoint calls again, other threads are at work with the parameters.
+        trained = everything or (self.is_behind and not is_in_backward())
+        frozen, seen, self._seen = frozen or everything, self._seen, state
+        if self.in_root_memory:
+            trained, frozen = everything, False
+        if not (trained or frozen) and seen == state:
+            return set()
+        parameters, roots = self.parameters, self._source.parameters
+        bound = _differences(state.pointers, seen.pointers)
+        toggled = _differences(state.requires_grad, seen.requires_grad)
+        for i in toggled:
+            parameters[i].requires_grad_(state.requires_grad[i])
+        if self.in_root_memory:
+            for i in range(len(parameters)) if everything else bound:
+                parameters[i].data = roots[i].data
+            return set()
+        written = _differences(state.versions, seen.versions)
+        # A backward through the values of before then raises autograd's error, as on one device.
+        increment_version([parameters[i] for i in bound | written])
+        for i in _differences(pointers_of(parameters), pointers_of(self._memory)):
+            parameters[i].data = self._memory[i]  # a step has bound others on its replica
+        stale = bound | written | toggled
+        if trained:
+            self.is_behind = False
+        chosen = {True: trained, False: frozen}
+        return stale.union(i for i, trains in enumerate(state.requires_grad) if chosen[trains])
+
+    def has_other_buffers(self) -> bool:
+        """Whether the root's are not those that it has copies of, or a step changed its own."""
+        return self._all_buffers()[1] != self._seen_buffers[1]
+
+    def _all_buffers(self) -> tuple[list[Tensor | None], list[float]]:
+        """The root's and its own: which ones, where in memory, how often written to."""
+        found = entries(self._source.buffer_tables + self.buffer_tables)
+        present = [buffer for buffer in found if buffer is not None]
+        return found, [*map(id, found), *pointers_of(present), *versions_of(present)]
+
+    def take_buffers(self, roots: list[Tensor], copies: list[Tensor]) -> None:
+        """Takes copies of the root's buffers as its own."""
+        self._root_buffers, self._buffers = roots, copies
+        self._in_place[len(self.parameters) :] = copies
+        stand_ins = self._stand_ins()  # a parameter may be a buffer as well
+        for table, root_table in zip(self.buffer_tables, self._source.buffer_tables, strict=True):
+            table.clear()
+            table.update({name: stand_ins.get(id(b), b) for name, b in root_table.items()})
+        self._seen_buffers = self._all_buffers()  # kept alive: no other tensor can get their ids
+
+    def _stand_ins(self) -> dict[int, Any]:
+        """What stands for the root's parameters and buffers, by their ids."""
+        roots = [*self._source.parameters, *self._root_buffers]
+        return dict(zip(map(id, roots), self._in_place, strict=True))
 
     def _compute_with(self, tensors: Sequence[Tensor]) -> None:
         """Puts tensors in the place of its parameters and buffers."""
@@ -387,25 +496,6 @@ class Replica:
             self._compute_with(tensors)
         elif pointers_of(tensors) != pointers_of(self._in_place):
             self._compute_with(tensors)
-
-    def _stand_ins(self) -> dict[int, Any]:
-        """What stands for the root's parameters and buffers, by their ids."""
-        roots = [*self._source.parameters, *self._root_buffers]
-        return dict(zip(map(id, roots), self._in_place, strict=True))
-
-    def has_other_buffers(self) -> bool:
-        """Whether the root's are not those that it has copies of, or a step changed its own."""
-        return self._seen.differs(BufferState(self._source.buffer_tables + self.buffer_tables))
-
-    def take_buffers(self, roots: list[Tensor], copies: list[Tensor]) -> None:
-        """Takes copies of the root's buffers as its own."""
-        self._root_buffers, self._buffers = roots, copies
-        self._in_place[len(self.parameters) :] = copies
-        stand_ins = self._stand_ins()  # a parameter may be a buffer as well
-        for table, root_table in zip(self.buffer_tables, self._source.buffer_tables, strict=True):
-            table.clear()
-            table.update({name: stand_ins.get(id(buffer)) for name, buffer in root_table.items()})
-        self._seen = BufferState(self._source.buffer_tables + self.buffer_tables)
 
     # Attributes
 
@@ -447,6 +537,9 @@ class Replica:
         self._held[j, name] = vars(self._source.owners[j]).get(name)
 
 
+# In the root's graph
+
+
 def alias_parameters(
     roots: Sequence[Tensor], twins: Sequence[Tensor], on_backward: Callable[[], None]
 ) -> list[Tensor]:
@@ -455,26 +548,19 @@ def alias_parameters(
     What requires no gradient is its twin. Any backward, `torch.autograd.grad` and second
     derivatives reach the root's tensors, whose hooks see one sum; each calls `on_backward`.
     """
+    trained = [i for i, root in enumerate(roots) if root.requires_grad]
+    # The node hands None to the tensors that a step did not use. Autograd passes that over where it
+    # accumulates; but it calls hooks with it, and it uses up the graph of a computed tensor.
+    alone = [i for i in trained if gradient_hooks(roots[i]) or not roots[i].is_leaf]
+    together = [i for i in trained if i not in alone]
     tensors: list[Tensor] = list(twins)
-    for group in _groups(roots):
+    for group in filter(None, [*([i] for i in alone), together]):
         aliases = _aliases([twins[i] for i in group], on_backward, *(roots[i] for i in group))
         for i, alias in zip(group, aliases, strict=True):
             # Tensors with a graph refuse to be copied; what a forward copies are the parameters.
             vars(alias).update(vars(twins[i]), __deepcopy__=twins[i].__deepcopy__)
             tensors[i] = alias
     return tensors
-
-
-def _groups(roots: Sequence[Tensor]) -> list[list[int]]:
-    """Which trained tensors share a node: all, but those with hooks or a graph stand alone.
-
-    A node hands None to the tensors that a step did not use. Autograd passes that over where it
-    accumulates; but it calls hooks with it, and it uses up the graph of a computed tensor.
-    """
-    trained = [i for i, root in enumerate(roots) if root.requires_grad]
-    alone = [i for i in trained if gradient_hooks(roots[i]) or not roots[i].is_leaf]
-    together = [i for i in trained if i not in alone]
-    return [*([i] for i in alone), *([together] if together else [])]
 
 
 class _Aliases(torch.autograd.Function):
@@ -493,3 +579,63 @@ class _Aliases(torch.autograd.Function):
 
 
 _aliases: Callable[..., tuple[Tensor, ...]] = _Aliases.apply
+
+
+# What shows that something has changed
+
+
+class Contents:
+    """The items of containers at one moment. They are compared by identity."""
+
+    def __init__(self, containers: Sequence[Collection[Any]]) -> None:
+        self._containers = containers
+        self._lengths = list(map(len, containers))
+        self._filled = list(filter(len, containers))
+        self._items = list(chain.from_iterable(self._filled))
+
+    def differ(self) -> bool:
+        """Whether the containers have other items now."""
+        if list(map(len, self._containers)) != self._lengths:
+            return True
+        return any(map(is_not, chain.from_iterable(self._filled), self._items))
+
+
+class ParameterState(NamedTuple):
+    """What shows whether parameters are what they were."""
+
+    pointers: list[int]
+    versions: list[float]
+    requires_grad: list[bool]
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Numbers that grow when a tensor is written to; NaN, which equals nothing, has no counter."""
+    try:
+        return list(map(version, tensors))
+    except RuntimeError:  # an inference tensor has none
+        return [float("nan") if t.is_inference() else version(t) for t in tensors]
+
+
+def pointers_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Where tensors are in memory."""
+    try:
+        return list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:  # a sparse tensor has none
+        return [t.data_ptr() if t.layout is torch.strided else 0 for t in tensors]
+
+
+def _differences(now: Sequence[Any], before: Sequence[Any]) -> set[int]:
+    return set(compress(count(), map(ne, now, before)))
+
+
+def _leaf(root: nn.Parameter, memory: Tensor) -> nn.Parameter:
+    """A parameter of the root's class in some memory."""
+    leaf = nn.Parameter(memory, requires_grad=root.requires_grad)
+    if type(leaf) is nn.Parameter:
+        leaf.__class__ = type(root)
+    return leaf
+
+
+def entries(tables: Iterable[Table]) -> list[Tensor | None]:
+    """All buffers in some modules' tables, in order."""
+    return list(chain.from_iterable(map(dict.values, tables)))

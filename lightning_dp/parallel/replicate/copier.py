@@ -1,17 +1,17 @@
-"""Copies a module's attributes for a replica.
+"""Copies a module's attributes for a replica, by identity as `copy.deepcopy` does.
 
-A memo keyed by id(), as in `copy.deepcopy`, makes an object that occurs twice one copy. It begins
-with the replica's modules, parameters and buffers. Lists, dicts, tuples and deques are always
-copied, since what steps append is joined; a set, a plain object, a function or a bound method only
-if it reaches a part of the module. Everything else is shared: arrays, data sets, loggers,
-optimizers, locks, files, the trainer. A tensor is shared, or copied to the replica's device.
+A memo keyed by id() makes an object that occurs twice one copy. It begins with the replica's
+modules, parameters and buffers. Lists, dicts and deques are always copied, since what steps append
+is joined; a tuple, a set, a plain object, a function or a bound method only if it reaches a part of
+the module. Everything else is shared: arrays, data sets, loggers, optimizers, locks, files, the
+trainer. A tensor is shared, or copied to the replica's device.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import sys
+import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache, partial
@@ -107,8 +107,8 @@ class Copier:
         if id(value) in self._memo:
             self.holds_tensors |= isinstance(value, Tensor)
             return self._memo[id(value)]
-        if isinstance(value, Tensor):
-            return value  # what steps have collected stays where it is
+        if isinstance(value, Tensor | nn.Module | type):
+            return value  # tensors that steps have collected stay where they are
         if kind is torch.Generator:
             return self._generators.of(value)
         if isinstance(value, dict) or kind in (list, deque):
@@ -118,27 +118,23 @@ class Copier:
         if kind is ref:
             target = value()
             return ref(self.copy(target)) if id(target) in self._memo else value
-        original = value.__func__ if kind is MethodType else value
-        self.compiles |= compiled_function(original) is not None
-        if isinstance(value, nn.Module | type) or not self._reaches(value):
+        self.compiles |= compiled_function(getattr(value, "__func__", value)) is not None
+        if not self._reaches(value):
             return value
         if kind is MethodType:
-            return MethodType(self.copy(original), self.copy(value.__self__))
+            return MethodType(self.copy(value.__func__), self.copy(value.__self__))
         if kind is partial:
-            keywords = {name: self.copy(item) for name, item in value.keywords.items()}
-            return partial(self.copy(value.func), *map(self.copy, value.args), **keywords)
+            return partial(
+                self.copy(value.func), *self.copy(value.args), **self.copy(value.keywords)
+            )
         if kind is set:
-            return self._remember(value, set(map(self.copy, value)))
+            return self._memo.setdefault(id(value), set(map(self.copy, value)))
         return self._function(value) if kind is FunctionType else self._object(value)
-
-    def _remember(self, value: Any, twin: Any) -> Any:
-        self._memo[id(value)] = twin
-        return twin
 
     def _container(self, value: Any) -> Any:
         twin = copy.copy(value)  # which keeps a class, a default factory or a longest length
         twin.clear()
-        self._remember(value, twin)
+        self._memo[id(value)] = twin
         if isinstance(value, dict):
             for key, item in value.items():
                 twin[self.copy(key)] = self.copy(item)
@@ -153,30 +149,23 @@ class Copier:
         if not any(map(is_not, items, value)):
             return value
         make = getattr(type(value), "_make", type(value))  # a namedtuple takes its items one by one
-        return self._remember(value, make(items))
+        return self._memo.setdefault(id(value), make(items))
 
-    def _function(self, value: FunctionType) -> FunctionType:
+    def _function(self, value: FunctionType) -> Any:
         """A function whose cells hold the replica's parts; all other cells it shares."""
-        original, known = compiled_function(value), value.__closure__ or ()
-        cells = list(map(self._cell, known))
-        if not any(map(is_not, cells, known)):
-            return value
-        twin = with_cells(value, cells)
-        self._remember(value, twin)
-        for cell, old in zip(cells, known, strict=True):
-            if cell is not old and _content(cell) is None:
-                cell.cell_contents = self.copy(old.cell_contents)
-        if original is not None:
-            twin = with_cells(value, cells, self.copy(original))
-            self._remember(value, twin)
-        return twin
+        cells = list(map(self._cell, value.__closure__ or ()))
+        original = compiled_function(value)
+        twin = with_cells(value, cells, None if original is None else self.copy(original))
+        return self._memo.setdefault(id(value), twin)  # a cell of its own may have copied it
 
     def _cell(self, cell: CellType) -> CellType:
         """A cell of several functions is one cell of their copies."""
-        if id(cell) not in self._memo and self._reaches(_content(cell)):
-            self._remember(cell, CellType())
-        twin: CellType = self._memo.get(id(cell), cell)
-        return twin
+        if id(cell) not in self._memo:
+            if not self._reaches(_content(cell)):
+                return cell
+            twin = self._memo[id(cell)] = CellType()
+            twin.cell_contents = self.copy(cell.cell_contents)
+        return cast(CellType, self._memo[id(cell)])
 
     def _object(self, value: Any) -> Any:
         cls: Any = type(value)
@@ -184,7 +173,7 @@ class Copier:
             twin = SimpleNamespace() if cls is SimpleNamespace else object.__new__(cls)
         except TypeError:  # a class of an extension, which alone knows how to make one
             return value
-        self._remember(value, twin)
+        self._memo[id(value)] = twin
         if hasattr(value, "__dict__"):
             vars(twin).update({name: self.copy(item) for name, item in vars(value).items()})
             self.containers += [vars(value).keys(), vars(value).values(), vars(twin).values()]
@@ -266,8 +255,7 @@ class ReplicaGenerators:
     def follow(self, *, alone: bool) -> None:
         """Seeds them before a step; `alone`, the root draws nothing in it, but has to move on."""
         for root, generator in self.by_root.items():
-            state = bytes(root.get_state().tolist())
-            number = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big")
-            generator.manual_seed(seed_apart(number, self._k))
+            state = zlib.crc32(bytes(root.get_state().tolist()))
+            generator.manual_seed(seed_apart(state, self._k))
             if alone:
                 torch.rand(1, generator=root, device=root.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_dp.checkpointing import files
 from lightning_dp.checkpointing.io import add_prefix, as_lightnings, rename_weights, strip
-from lightning_dp.checkpointing.state_keys import match_keys, summarize_mismatch, without_outer
+from lightning_dp.checkpointing.state_keys import match_keys, without_outer
 from lightning_dp.table import OneLineParser, table
 
 DESCRIPTION = """\
@@ -41,32 +41,25 @@ def convert(options: Namespace) -> None:
     elif options.like:
         like = files.read(options.like, weights_only=weights_only)
         reference = files.weights_in(like, options.like)
-        names = match_keys(before, reference)
-        if set(names.values()) != set(reference):
-            raise ValueError(f"--like {options.like}: {summarize_mismatch(names, [*reference])}")
-        content = rename_weights(loaded, names)
+        try:
+            content = rename_weights(loaded, match_keys(before, reference, strict=True))
+        except ValueError as error:
+            raise ValueError(f"--like {options.like}: {error}") from error
     weights = files.weights_in(content, source)
     pairs = [(old, new) for old, new in zip(before, weights, strict=True) if old != new]
     if pairs:
         print(table(("key", "new name"), pairs, left=2))
     print(f"{len(pairs)} of {len(weights)} keys get another name.")
-    if _kind(source) != _kind(target) and content is not weights:
+    kinds = [path.suffix.lower() for path in (source, target)]
+    kinds = [kind if kind in (files.SAFETENSORS, ".ckpt") else ".pt" for kind in kinds]
+    if kinds[0] != kinds[1] and content is not weights:
         print(f"Of {list(content)} only the weights go into {target.name}.")
         content = weights
     if options.dry_run:
         print("Nothing was written (--dry-run).")
         return
-    if _kind(target) == files.SAFETENSORS:
-        files.write_safetensors(weights, target)
-    else:
-        files.write(as_lightnings(content) if _kind(target) == ".ckpt" else content, target)
+    files.write(as_lightnings(content) if kinds[1] == ".ckpt" else content, target)
     print(f"Wrote {target}.")
-
-
-def _kind(path: Path) -> str:
-    """.safetensors, .ckpt, or "" for a file of torch."""
-    suffix = path.suffix.lower()
-    return suffix if suffix in (files.SAFETENSORS, ".ckpt") else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,10 +24,7 @@ from lightning_dp.processes import ProcessesMixin
 
 _VERSION = "pytorch-lightning_version"
 _ADDED = "lightning_dp_added_prefix"
-_AVERAGED = (
-    "current_model_state"  # the model's, where WeightAveraging saves an average in its place
-)
-_BETWEEN_PROCESSES = ".temp.ckpt"  # by which Lightning's launchers hand over a bare state dict
+_AVERAGED = "current_model_state"  # the model's, where WeightAveraging saves an average for it
 
 
 class AtomicTorchCheckpointIO(TorchCheckpointIO):
@@ -37,20 +34,16 @@ class AtomicTorchCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        local = files.local_path(path)
-        if local is None or storage_options is not None:
+        if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            files.write(checkpoint, local)
+            files.write(checkpoint, Path(path))
 
     @override
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        try:
-            loaded = files.read(path, map_location=map_location, weights_only=weights_only)
-        except FileNotFoundError as error:  # in the words of Lightning's own IO
-            raise FileNotFoundError(f"Checkpoint file not found: {path}") from error
+        loaded = files.read(path, map_location=map_location, weights_only=weights_only)
         return cast(dict[str, Any], loaded)
 
 
@@ -97,20 +90,19 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
         check_choice("on_save", on_save, ("strip", "add", "keep"))
         check_choice("on_load", on_load, ("auto", "keep"))
         super().__init__()
-        default: Any = AtomicTorchCheckpointIO()
-        self.checkpoint_io = default if checkpoint_io is None else checkpoint_io
+        self.checkpoint_io = AtomicTorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         if getattr(self.checkpoint_io, "checkpoint_io", self) is None:  # AsyncCheckpointIO(), say
-            self.checkpoint_io.checkpoint_io = default
+            self.checkpoint_io.checkpoint_io = AtomicTorchCheckpointIO()
         self.on_save, self.on_load, self.prefixes = on_save, on_load, prefixes
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
         """Saves through the wrapped IO, with keys as `on_save` says."""
-        if self.on_save != "keep" and Path(path).name != _BETWEEN_PROCESSES:
+        if self.on_save != "keep":
             checkpoint = strip(checkpoint, self.prefixes)
-            if self.on_save == "add":
-                checkpoint = add_prefix(checkpoint)
+        if self.on_save == "add":
+            checkpoint = add_prefix(checkpoint)
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(
@@ -119,12 +111,10 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
         """Loads through the wrapped IO, with keys as `on_load` says, as a Trainer needs it."""
         options = {"map_location": map_location, "weights_only": weights_only}
         given = {name: value for name, value in options.items() if value is not None}
-        loaded = self.checkpoint_io.load_checkpoint(path, **given)
-        if Path(path).name != _BETWEEN_PROCESSES:
-            loaded = as_lightnings(loaded)
-            if self.on_load != "keep":
-                loaded = strip(loaded, self.prefixes)
-        return cast(dict[str, Any], loaded)
+        loaded = as_lightnings(self.checkpoint_io.load_checkpoint(path, **given))
+        return cast(
+            dict[str, Any], loaded if self.on_load == "keep" else strip(loaded, self.prefixes)
+        )
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes through the wrapped IO."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dp.parallel.checks import short_repr
-from lightning_dp.parallel.torch_private import format_versions, set_format_versions
+from lightning_dp.parallel.checks import expected, short_repr
+from lightning_dp.parallel.torch_private import copy_format_versions
 
 PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.")
 """What nn.DataParallel and DDP, torch.compile, Lightning, and FSDP put before keys."""
@@ -57,42 +57,39 @@ def normalize_state_dict(
     """
     keys = keys_of(state_dict if isinstance(state_dict, Mapping) else None)
     if isinstance(prefixes, str) or any(p.find(".") != len(p) - 1 or len(p) < 2 for p in prefixes):
-        raise ValueError(
-            "prefixes: expected names of one step with a dot at their end, such as ('module.',), "
-            f"got {short_repr(prefixes)}."
-        )
+        wanted = "names of one step with a dot at their end, such as ('module.',)"
+        raise expected("prefixes", wanted, prefixes, "")
     if reference is None:
         return rename(state_dict, without_outer(keys, prefixes))
-    wanted = keys_of(reference, "reference")
-    names = match_keys(keys, wanted, prefixes)
-    if strict and not set(wanted).issuperset(names.values()):
-        raise ValueError(summarize_mismatch(names, wanted))
-    return rename(state_dict, names)
+    return rename(state_dict, match_keys(keys, keys_of(reference), prefixes, strict=strict))
 
 
-def keys_of(state: Any, what: str = "state_dict") -> list[str]:
+def keys_of(state: Any) -> list[str]:
     """The keys of a module, a state dict or a list of keys."""
     keys = state.state_dict() if isinstance(state, nn.Module) else state
     is_keys = isinstance(keys, Iterable) and not isinstance(keys, str | Tensor)
     found: list[Any] = list(keys) if is_keys else [None]
     if not all(isinstance(key, str) for key in found):
-        raise TypeError(
-            f"{what}: expected a module's state dict or its keys, got {short_repr(state)}."
-        )
+        raise TypeError(f"Expected a module's state dict or its keys, got {short_repr(state)}.")
     return found
 
 
 def match_keys(
-    keys: Collection[str], reference: Collection[str], prefixes: Sequence[str] = PREFIXES
+    keys: Collection[str],
+    reference: Collection[str],
+    prefixes: Sequence[str] = PREFIXES,
+    *,
+    strict: bool = False,
 ) -> dict[str, str]:
-    """Returns the new name of each key; a key that fits nothing in the reference keeps its name.
+    """Returns the new name of each key; one that fits nothing is an error, or keeps its name.
 
     A ValueError names keys that fit two places, or fall together.
     """
+    wanted = set(reference)
     # Where a submodule is really called `module`, wrappers around all keys alone are looked at.
     for outer in _outer_prefixes(keys, prefixes):
         names = {key: key.removeprefix(outer) for key in keys}
-        if set(reference).issuperset(names.values()):
+        if wanted.issuperset(names.values()):
             return names
     groups, places = _by_bare_name(keys, prefixes), _by_bare_name(reference, prefixes)
     if not groups.keys() & places.keys():
@@ -106,17 +103,22 @@ def match_keys(
         group, fitting = groups[bare], places[bare]
         if set(group) <= set(fitting):
             continue
-        if len(fitting) > 1:
+        if len(fitting) > 1 or len(group) > 1:
+            found, others = (group, fitting) if len(fitting) > 1 else (fitting, group)
             raise ValueError(
-                f"normalize_state_dict: expected one place for {group[0]!r}, got two that fit: "
-                f"{fitting[0]!r} and {fitting[1]!r}. Rename it yourself before."
-            )
-        if len(group) > 1:
-            raise ValueError(
-                f"normalize_state_dict: expected each parameter once, got both {group[0]!r} and "
-                f"{group[1]!r} for {fitting[0]!r}. Remove one of them."
+                f"normalize_state_dict: expected one key and one place for it, got {found[0]!r} "
+                f"for both {others[0]!r} and {others[1]!r}. Rename or remove one of them before."
             )
         names[group[0]] = fitting[0]
+    extra = [key for key, name in names.items() if name not in wanted]
+    if strict and extra:
+        missing = sorted(wanted.difference(names.values()))
+        raise ValueError(
+            f"state_dict: expected the reference's keys, got {len(extra)} of {len(names)} that fit "
+            f"none of them: {extra[:4]}; the reference has {len(missing)} others: {missing[:4]}. "
+            "Give the module that was saved, prefixes=... if it was a part of another, or "
+            "strict=False."
+        )
     return names
 
 
@@ -126,25 +128,11 @@ def without_outer(keys: Collection[str], prefixes: Sequence[str] = PREFIXES) -> 
     return {key: key.removeprefix(prefix) for key in keys}
 
 
-def summarize_mismatch(names: Mapping[str, str], reference: Collection[str]) -> str:
-    """The message for keys that fit nothing in the reference."""
-    extra = [key for key, name in names.items() if name not in set(reference)]
-    missing = [name for name in reference if name not in set(names.values())]
-    return (
-        f"state_dict: expected the reference's keys, got {len(extra)} of {len(names)} that fit "
-        f"none of them: {extra[:4]}; the reference has {len(missing)} others: {missing[:4]}. Give "
-        "the module that was saved, prefixes=... if it was a part of another, or strict=False."
-    )
-
-
 def rename(state_dict: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """The same values under other names, and in `_metadata` the versions of modules with keys."""
+    """The same values under other names, and the format versions of modules with such keys."""
     found = OrderedDict((names[key], value) for key, value in state_dict.items())
-    versions = format_versions(state_dict)
-    if versions is not None:
-        paths = {k.rpartition(".")[0]: name.rpartition(".")[0] for k, name in names.items()}
-        kept = OrderedDict((new, versions[old]) for old, new in paths.items() if old in versions)
-        set_format_versions(found, kept)
+    paths = {k.rpartition(".")[0]: name.rpartition(".")[0] for k, name in names.items()}
+    copy_format_versions(state_dict, found, paths)
     return found
 
 

@@ -74,19 +74,14 @@ def check_batch_norm_input(layer: nn.Module, x: Tensor) -> None:
     cast(Any, layer)._check_input_dim(x)
 
 
-def format_versions(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The format versions in a state dict, by the modules' paths; None if there are none."""
-    return getattr(state_dict, "_metadata", None)
-
-
-def set_format_versions(state_dict: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
-    """Writes format versions into a state dict."""
-    cast(Any, state_dict)._metadata = versions
-
-
-def is_extra_state(key: str) -> bool:
-    """Whether a state dict's key is that of a module's `get_extra_state`."""
-    return key.endswith("_extra_state")
+def copy_format_versions(
+    source: Mapping[str, Any], target: OrderedDict[str, Any], paths: Mapping[str, str]
+) -> None:
+    """Copies the format versions of modules to another state dict, where they have new paths."""
+    versions = getattr(source, "_metadata", None)
+    if versions is not None:
+        kept = OrderedDict((new, versions[old]) for old, new in paths.items() if old in versions)
+        cast(Any, target)._metadata = kept
 
 
 def flatten_node(node: Any) -> list[Any] | None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -274,23 +273,6 @@ def test_the_strategys_default_and_what_the_user_gives(tmp_path: Path) -> None:
     assert trainer(2, DataParallelStrategy(checkpoint_io=own)).strategy.checkpoint_io is own
     outer = trainer(2, plugins=[AsyncCheckpointIO()]).strategy.checkpoint_io
     assert isinstance(outer.checkpoint_io, ModulePrefixCheckpointIO)
-
-
-@pytest.mark.slow
-def test_launchers_hand_weights_over_as_they_are() -> None:
-    """Spawned processes send a bare state dict to the main one, through the IO."""
-    module = Holds("module")
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    plugins = [ModulePrefixCheckpointIO()]
-    job = Trainer(
-        strategy="ddp_spawn", accelerator="cpu", devices=1, plugins=plugins, max_epochs=1, **silent
-    )
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        job.fit(module, loader(), loader())
-    after = module.state_dict()
-    assert all(not torch.equal(before[key], after[key]) for key in before), "nothing came back"
 
 
 def test_for_the_package_pytorch_lightning(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 from support.oracle import Classifier, assert_equal_trees, loader, trainer
 from torch import nn
 
-from lightning_dp import table
 from lightning_dp.checkpointing.convert import main
 from lightning_dp.checkpointing.files import read, weights_in
 
@@ -63,7 +62,7 @@ def test_like_a_reference(files: Path, capsys: pytest.CaptureFixture[str]) -> No
     error = capsys.readouterr().err
     assert "--like" in error and "names.pt: state_dict: expected" in error
     assert "got 9 of 9 that fit none of them: ['module.0.weight'" in error
-    assert "the reference has 2 others: ['weight', 'bias']" in error
+    assert "the reference has 2 others: ['bias', 'weight']" in error
     assert not (files / "none.pt").exists()
 
 
@@ -135,9 +134,9 @@ def test_nothing_is_written_over_or_by_a_dry_run(
     ("arguments", "message"),
     [
         (["code.pt", "new.pt"], "with code in it, of which nothing was run"),
-        (["both.pt", "new.pt", "--like", "clean.pt"], "got both 'module.0.weight' and '0.weight'"),
+        (["both.pt", "new.pt", "--like", "clean.pt"], "for both 'module.0.weight' and '0.weight'"),
         (["none.pt", "new.pt"], r"No such file or directory: .*none\.pt"),
-        (["empty.pt", "new.pt"], r"empty\.pt: expected .* got a file of 0 bytes"),
+        (["empty.pt", "new.pt"], r"empty\.pt: expected .* got a file that begins with b''"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -163,10 +162,3 @@ def test_unsafe_runs_the_code_and_strip_and_add_exclude_each_other(
     assert run(files, "code.pt", "new.pt", "--add", "--unsafe") == 0
     found = torch.load(files / "new.pt", weights_only=False)
     assert list(found["model"]) == keys(files / "old.pt") and found["options"].in_features == 1
-
-
-def test_a_long_table_is_cut() -> None:
-    rows = [(f"a[{i}]." + "x" * 90, "b") for i in range(table.MOST_ROWS + 7)]
-    printed = table.table(("key", "new name"), rows, left=2)
-    assert rows[3][0] in printed
-    assert "... and 7 more" in printed and "a[60]" not in printed

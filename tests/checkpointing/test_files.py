@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_dp
 from lightning_dp import ModulePrefixCheckpointIO
 from lightning_dp.checkpointing.convert import main
-from lightning_dp.checkpointing.files import load_weights, read, write_safetensors
+from lightning_dp.checkpointing.files import load_weights, read, write
 
 EXACT = {"atol": 0.0, "rtol": 0.0}
 
@@ -87,10 +85,6 @@ def compiled(net: nn.Module) -> Any:
     return torch.compile(net, backend="eager")
 
 
-def ours(net: nn.Module) -> nn.Module:
-    return lightning_dp.DataParallel(net, device_ids=["cpu", "cpu"])
-
-
 Save = Callable[[Net, Path], Any]
 
 
@@ -126,11 +120,9 @@ SOURCES: dict[str, Save] = {
     "bare module in the old format": in_the_old_format,
     "nn.DataParallel twice": state_of(lambda net: nn.DataParallel(nn.DataParallel(net))),
     "torch.compile of DDP": state_of(lambda net: compiled(DistributedDataParallel(net))),
-    "DDP of torch.compile": state_of(lambda net: DistributedDataParallel(compiled(net))),
     "a script's dict": by_a_script,
     "Lightning": by_trainer(1, "auto"),
     "our strategy": by_trainer(2, "dp_custom"),
-    "our DataParallel": state_of(ours),
     "safetensors": as_safetensors,
 }
 
@@ -163,7 +155,6 @@ TARGETS: dict[str, Callable[[Net, Path], Any]] = {
     "a LightningModule with a compiled net": into(lambda net: Holder(compiled(net))),
     "load_from_checkpoint": through_the_converter,
     "our strategy": into_our_strategy,
-    "our DataParallel": into(ours),
 }
 
 
@@ -198,7 +189,7 @@ def test_only_what_fits_is_loaded_unless_strict(tmp_path: Path) -> None:
     assert torch.equal(other.module.weight, net.module.weight)
 
 
-def test_remote_files(tmp_path: Path) -> None:
+def test_remote_files() -> None:
     fsspec = pytest.importorskip("fsspec")
     net, other = trained_net(), Net()
     io = ModulePrefixCheckpointIO()
@@ -208,8 +199,6 @@ def test_remote_files(tmp_path: Path) -> None:
     assert io.load_checkpoint("memory://folder/weights.ckpt")["state_dict"].keys()
     io.remove_checkpoint("memory://folder/weights.ckpt")
     assert not fsspec.filesystem("memory").exists("folder/weights.ckpt")
-    io.save_checkpoint(net.state_dict(), f"file://{tmp_path}/local.pt")
-    assert (tmp_path / "local.pt").is_file()
 
 
 # What is refused: by name, and without harm
@@ -250,10 +239,9 @@ def test_a_malicious_pickle_is_not_run(kind: str, tmp_path: Path) -> None:
         assert proof.exists(), "it was one"
 
 
-OTHER = "a file of [\\d,]+ bytes that begins with b'"
+OTHER = "a file that begins with b'"
 FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), "got a file of 0 bytes"),
-    "folder": (lambda path: path.mkdir(), "got a folder"),
+    "empty": (lambda path: path.write_bytes(b""), f"{OTHER}'"),
     "text": (lambda path: path.write_text("hello world, hello"), f"{OTHER}hello world,'"),
     "list": (lambda path: torch.save([1, 2], path), "got list"),
     "dict": (lambda path: torch.save({"epoch": 1, 2: 3}, path), r"the keys \['epoch', '2'\]"),
@@ -309,7 +297,7 @@ def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     big, z = torch.arange(6.0).reshape(2, 3), torch.tensor([1 + 2j, 3 - 4j])
     state = {"big": big, "flat": big.view(6), "z": z, "conj": z.conj(), "neg": z.conj().imag}
-    write_safetensors(state, tmp_path / "x.safetensors")
+    write(state, tmp_path / "x.safetensors")
     assert_equal_trees(read(tmp_path / "x.safetensors"), state, "views", **EXACT)
 
 
@@ -321,7 +309,7 @@ def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
 def test_what_safetensors_cannot_hold(value: Any, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     with pytest.raises(ValueError, match=r"x\.safetensors: expected .*Write a \.pt or \.ckpt file"):
-        write_safetensors({"w": value}, tmp_path / "x.safetensors")
+        write({"w": value}, tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
 
 
@@ -338,67 +326,36 @@ def test_without_the_package_safetensors(tmp_path: Path, monkeypatch: pytest.Mon
 # Written whole or not at all
 
 
-def save(path: Path, n: int, **more: Any) -> None:
-    content = {"state_dict": {"w": torch.full((2**12,), n)}, "n": n, **more}
+def save(path: Path, n: int) -> None:
+    content = {"state_dict": {"w": torch.full((2**12,), n)}, "n": n}
     ModulePrefixCheckpointIO().save_checkpoint(content, path)
 
 
-class Breaks:
-    """Fails while it is pickled, after tensors were written."""
+def test_a_save_that_fails_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "last.ckpt", 1)
 
-    def __reduce__(self) -> Any:
-        raise KeyboardInterrupt
+    def disk_full(file: int) -> None:
+        raise OSError("no space left")
 
-
-@pytest.mark.parametrize("failure", ["in pickle", "disk full"])
-def test_a_save_that_fails_leaves_the_old_file_and_no_other(failure: str, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    save(path, 1)
-    if failure == "in pickle":
-        with pytest.raises(KeyboardInterrupt):
-            save(path, 2, x=Breaks())
-    else:
-        resource = pytest.importorskip("resource")
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                save(path, 2, big=torch.zeros(2**20))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, old)
-    assert torch.load(path, weights_only=True)["n"] == 1
+    monkeypatch.setattr(os, "fsync", disk_full)
+    with pytest.raises(OSError, match="no space left"):
+        save(tmp_path / "last.ckpt", 2)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["n"] == 1
     assert os.listdir(tmp_path) == ["last.ckpt"]
-
-
-def test_threads_save_at_the_same_time(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    write = lambda n: [save(path, n) for _ in range(10)]
-    threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        if path.exists():
-            assert read(path)["state_dict"]["w"].unique().numel() == 1
-    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links and permissions of POSIX")
 def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
-    target, link, second = (tmp_path / name for name in ("far/t", "link", "second"))
+    target, link = tmp_path / "far" / "t", tmp_path / "link"
     target.write_bytes(b"old")
     target.chmod(0o640)
     link.symlink_to(Path("far") / "t")  # relative, as people make them
-    second.symlink_to(link)
-    save(second, 1)
-    assert second.is_symlink() and link.is_symlink() and not target.is_symlink()
-    assert read(second)["n"] == 1 and stat.S_IMODE(target.stat().st_mode) == 0o640
-    to_nothing = tmp_path / "nothing"
-    to_nothing.symlink_to(tmp_path / "new" / "file")
-    save(to_nothing, 1)
-    assert to_nothing.is_symlink() and (tmp_path / "new" / "file").is_file()
+    save(link, 1)
+    assert link.is_symlink() and not target.is_symlink()
+    assert read(link)["n"] == 1 and stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
 SAVES_FOR_EVER = """

@@ -82,7 +82,7 @@ def test_a_child_called_module_keeps_its_name_or_is_refused(
         try:
             found = normalize_state_dict(source, reference)
         except ValueError as error:
-            assert "one place for" in str(error)
+            assert "one key and one place" in str(error)
         else:
             assert found.keys() == set(reference)
 
@@ -97,7 +97,7 @@ def test_twice_is_once_and_no_tensor_is_lost(data: st.DataObject, one: Tree, two
         try:
             once = normalize_state_dict(state_of(source), given_, strict=False)
         except ValueError as error:
-            assert "got both" in str(error) or "got two that fit" in str(error)
+            assert "one key and one place" in str(error)
             continue
         assert normalize_state_dict(once, given_, strict=False) == once
         assert sorted(once.values()) == sorted(state_of(source).values()), "all are there"
@@ -164,20 +164,19 @@ def test_prefixes_of_ones_own() -> None:
 def test_two_keys_for_one_and_one_for_two_are_refused_by_name() -> None:
     for keys in (["module.w", "w"], ["w", "module.w"], ["a.module.w", "a.w"]):
         name = keys[0].replace("module.", "")
-        with pytest.raises(ValueError, match=f"got both '{keys[0]}' and '{keys[1]}' for '{name}'"):
+        with pytest.raises(ValueError, match=f"got '{name}' for both '{keys[0]}' and '{keys[1]}'"):
             normalize_state_dict(dict.fromkeys(keys, torch.ones(2)), [name, "other"])
         assert list(normalize_state_dict(state_of(keys))) == keys, "without a reference"
-    text = r"one place for 'w', got two .*'module\.w' and '_orig_mod"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=r"got 'w' for both 'module\.w' and '_orig_mod"):
         normalize_state_dict({"w": 1}, ["module.w", "_orig_mod.w"])
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], None, torch.zeros(1), {1: torch.zeros(1)}, "module.w"])
 def test_what_is_no_state_dict_or_reference_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"state_dict: expected .*, got .*"):
+    with pytest.raises(TypeError, match=r"Expected a module's state dict or its keys, got "):
         normalize_state_dict(wrong)
     if wrong is not None:
-        with pytest.raises(TypeError, match=r"reference: expected .*, got .*"):
+        with pytest.raises(TypeError, match=r"Expected a module's state dict or its keys, got "):
             normalize_state_dict({"w": 1}, wrong)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -256,6 +257,10 @@ def noisy(self: Any, x: Tensor) -> Any:
     return self.net(x + torch.randn_like(x) + torch.rand_like(x))
 
 
+def drawing(draw: Callable[[Tensor], Tensor]) -> type[Any]:
+    return variant(forward=lambda self, x: self.net(draw(x)))
+
+
 ELSEWHERE = torch.Generator()
 
 
@@ -285,6 +290,24 @@ def of_each(self: Any, batch: Any, dataloader_idx: int) -> Any:
     """Of each sample by itself, and some of them."""
     x = F.normalize(batch[0].clamp(-2, 2), dim=1)
     return [torch.where(x[:, :1] > 0, x.flip(1), x), batch[1]]
+
+
+class MixingData(LightningDataModule):
+    """Its hook mixes samples."""
+
+    def train_dataloader(self) -> Any:
+        return classes()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return mixed(self, batch, dataloader_idx)
+
+
+class Timed(Classifier):
+    """Logs a time, which differs from run to run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("seconds", time.perf_counter())
+        return super().training_step(batch, batch_idx)
 
 
 def before(act: Callable[[Any, Any], object], **methods: Any) -> type[Any]:
@@ -395,6 +418,7 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
         "class weights, counted": variant(training_step=weighted, counts=True),
         "statistics of instances": InstanceNormed,
         "dropout": Dropping,
+        "a logged time": Timed,
         "contrastive in forward mode": (Contrastive, {"mode": "forward"}),
         "mixup before the transfer": variant(on_before_batch_transfer=mixed),
         "each in the transfer": variant(on_after_batch_transfer=of_each),
@@ -406,6 +430,7 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
         "sum": summed(Classifier),
         "batch norm, a sum": summed(Normed),
         "dropout, a sum": summed(Dropping),
+        "a logged time, a sum": summed(Timed),
     },
     "mean": {
         "mean as a sum": (Classifier, {"loss_reduction": "sum"}),
@@ -422,12 +447,19 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     "transfer hook": {
         "mixup after the transfer": variant(on_after_batch_transfer=mixed),
         "centred in the transfer": variant(transfer_batch_to_device=centring),
+        "hooks of a data module": (Classifier, {"data": MixingData}),
     },
     "batch norm": {
         "batch norm": Normed,
         "batch norm in forward mode": (Normed, {"mode": "forward"}),
     },
-    "random": {"noise": variant(forward=noisy)},
+    "random": {
+        "noise": variant(forward=noisy),
+        "VAE": drawing(lambda x: x + torch.distributions.Normal(0.0, 1.0).rsample(x.shape).to(x)),
+        "functional dropout": drawing(lambda x: F.dropout(x, 0.5)),
+        "paths": drawing(lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.7) / 0.7),
+        "numpy": drawing(lambda x: x + torch.as_tensor(np.random.randn(*x.shape)).to(x)),
+    },
     "not repeatable": {"noise elsewhere": variant(forward=noisy_elsewhere)},
     "made in step": {"makes a layer": variant(training_step=makes_head)},
     "buffer": {
@@ -490,16 +522,3 @@ def test_nearly_all_rows_that_differ_are_seen() -> None:
     causes = [cause for _, cause, _ in ROWS] + [row[1] for row in STEPS]
     differing = sum(cause is not None for cause in causes)
     assert len(causes) >= 290 and differing >= 150 and len(NOT_SEEN) <= 0.05 * differing
-
-
-def test_hooks_of_a_data_module() -> None:
-    class Data(LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return classes()
-
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return mixed(self, batch, dataloader_idx)
-
-    strategy = DataParallelStrategy(check_first_step=True)
-    trainer(K, strategy, max_epochs=1, limit_val_batches=0).fit(Classifier(), Data())
-    assert_named(strategy.first_step["training_step"], "transfer hook")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import subprocess
@@ -17,10 +16,8 @@ import sim_devices
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from sim_devices.accelerator import SimAccelerator
 from support.oracle import QUIET, Classifier, loader
-from support.waiting import soon
 from torch import Tensor, nn
 
 MIB = 2**20
@@ -95,22 +92,6 @@ torch.sim.set_memory_limit(0, torch.sim.memory_allocated(0))
 
 
 @pytest.mark.slow
-def test_a_process_on_virtual_time_ends_while_its_threads_do() -> None:
-    """Nothing of Python's is left for a thread that ends while the interpreter does."""
-    for _ in range(3):
-        assert_ends_well("""
-import threading
-
-sim_devices.enable(2)
-torch.sim.set_clock("virtual")
-def work(): (torch.ones(3, device="sim:1", requires_grad=True) * 2).sum().backward()
-threads = [threading.Thread(target=work, daemon=k % 2 == 1) for k in range(20)]
-for thread in threads: thread.start()
-x = torch.ones(3, device="sim:0") + 1
-""")
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
 def test_a_forked_process_is_told_that_devices_are_out_of_reach() -> None:
     assert_ends_well("""
@@ -126,16 +107,14 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
 """)
 
 
-# --- the names people know ------------------------------------------------------------------------
+# --- placement ------------------------------------------------------------------------------------
 
 
 def test_the_current_device_is_where_sim_points_in_each_thread() -> None:
     with torch.sim.device("sim:5"):
         assert torch.empty(1, device="sim").device == torch.device("sim:5")
-        with torch.sim.device(None):
-            assert torch.sim.current_device() == 5
     torch.sim.set_device(2)
-    assert torch.ones(1).to("sim").device == torch.ones(1).sim().device == torch.device("sim:2")
+    assert torch.ones(1).to("sim").device == torch.device("sim:2")
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(torch.sim.current_device()))
     thread.start()
@@ -143,67 +122,33 @@ def test_the_current_device_is_where_sim_points_in_each_thread() -> None:
     assert seen == [0]
 
 
-def test_devices_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected one of sim:0 to sim:7, got .*enable"):
-        torch.sim.set_device("sim:8")
-    with pytest.raises(ValueError, match="from sim:0 to sim:7, got sim:9"):
-        torch.ones(2, device="sim:9")
-    with pytest.raises(ValueError, match="expected a simulated device such as 'sim:0', got 'cpu'"):
-        torch.sim.memory_allocated("cpu")
-
-
 def test_modules_keep_their_parameters_as_they_move() -> None:
     layer = nn.Linear(2, 3)
     weight = layer.weight
-    assert layer.sim(6).weight is weight and weight.is_sim
+    assert layer.to("sim:6").weight is weight
     assert weight.device == weight.untyped_storage().device == torch.device("sim:6")
-    assert repr(torch.arange(2, device="sim:6")) == "tensor([0, 1], device='sim:6')"
     with pytest.raises(TypeError, match=r"Tensor.cpu"):
         weight.detach().numpy()
-    twin = copy.deepcopy(layer)
-    assert twin.weight.device == weight.device and twin.weight.data_ptr() != weight.data_ptr()
 
-
-# --- separate -------------------------------------------------------------------------------------
 
 MIXING: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
     (lambda a, b: a + b, "aten::add"),
     (lambda a, b: a.mul_(b), "aten::mul_"),
     (lambda a, b: torch.cat([a, b]), "aten::cat"),
     (lambda a, b: F.linear(a, b), "aten::"),
-    (lambda a, b: F.layer_norm(a, (4,), b[0]), "aten::native_layer_norm"),
-    (lambda a, b: torch.where(a > 0, a, b), "aten::where"),
     (lambda a, b: torch.add(a, a, out=b), "aten::add"),
-    (lambda a, b: F.conv1d(a[None], b[None]), "aten::convolution_overrideable"),
-    (lambda a, b: a[b > 0], "aten::index"),
     (lambda a, b: torch._foreach_add([a, a], [a, b]), "aten::"),
-    (lambda a, b: a.set_(b.untyped_storage()), "aten::set_"),
 ]
 
 
+@pytest.mark.parametrize("other", ["sim:3", "cpu"])
 @pytest.mark.parametrize(("function", "op"), MIXING)
 def test_an_op_on_two_devices_raises_and_names_itself(
-    function: Callable[[Tensor, Tensor], Any], op: str
+    function: Callable[[Tensor, Tensor], Any], op: str, other: str
 ) -> None:
-    a, b = torch.rand(4, 4, device="sim:1"), torch.rand(4, 4, device="sim:3")
-    with pytest.raises(RuntimeError, match=r"at least two devices, sim:[13] and sim:[13]!.*" + op):
+    a, b = torch.rand(4, 4, device="sim:1"), torch.rand(4, 4, device=other)
+    with pytest.raises(RuntimeError, match=op):
         function(a, b)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda on_sim, on_cpu: on_sim + on_cpu,
-        lambda on_sim, on_cpu: on_cpu.add_(on_sim),
-        lambda on_sim, on_cpu: F.cross_entropy(on_sim, on_cpu[0].long()),
-        lambda on_sim, on_cpu: on_cpu[on_sim > 0],
-        lambda on_sim, on_cpu: on_cpu + on_sim.sum(),
-        lambda on_sim, on_cpu: F.embedding(on_cpu.long(), on_sim),
-    ],
-)
-def test_mixing_with_a_cpu_tensor_raises(function: Callable[[Tensor, Tensor], Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"same device.*(sim:3|cpu).*aten::|indices should be"):
-        function(torch.ones(4, 4, device="sim:3"), torch.ones(4, 4))
 
 
 # --- autograd and random numbers ------------------------------------------------------------------
@@ -258,20 +203,6 @@ def test_bytes_are_counted_on_their_device_and_given_back() -> None:
     assert torch.sim.memory_allocated(3) - before[3] == 4 * MIB
     del x, view
     assert [torch.sim.memory_allocated(index) for index in range(8)] == before
-
-
-def test_a_training_step_gives_its_memory_back() -> None:
-    gc.collect()
-    before = torch.sim.memory_allocated(4)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5))
-    optimizer = torch.optim.AdamW(model.to("sim:4").parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(2, 3, 8, 8, device="sim:4")).square().sum().backward()
-        optimizer.step()
-    del model, optimizer
-    gc.collect()
-    assert soon(lambda: torch.sim.memory_allocated(4) == before)
 
 
 def test_the_limit_raises_out_of_memory_and_the_device_works_on() -> None:
@@ -329,10 +260,7 @@ class Seen(Classifier):
     [
         ({}, ("sim:0", torch.float32)),
         ({"precision": "bf16-mixed"}, ("sim:0", torch.bfloat16)),
-        ({"plugins": [MixedPrecision("16-mixed", "sim")]}, ("sim:0", torch.float16)),
-        ({"precision": "64-true"}, ("sim:0", torch.float64)),
         ({"devices": [3]}, ("sim:3", torch.float32)),
-        ({"devices": "3,"}, ("sim:3", torch.float32)),
     ],
 )
 def test_a_trainer_on_one_device_gives_the_cpus_numbers(
@@ -354,14 +282,13 @@ def test_a_trainer_on_one_device_gives_the_cpus_numbers(
 
 
 @pytest.mark.parametrize(
-    ("devices", "ids"),
-    [(3, [0, 1, 2]), ("2", [0, 1]), ([7, 2], [7, 2]), ("5,1", [5, 1]), (-1, [*range(8)])],
+    ("devices", "ids"), [(3, [0, 1, 2]), ([7, 2], [7, 2]), ("5,1", [5, 1]), (-1, [*range(8)])]
 )
 def test_devices_are_numbers_ids_or_all(devices: Any, ids: list[int]) -> None:
     assert SimAccelerator.parse_devices(devices) == ids
 
 
-@pytest.mark.parametrize("devices", [[8], [1, 1], 9, -2, "x", [True], None])
+@pytest.mark.parametrize("devices", [[8], [1, 1], 9, "x"])
 def test_a_trainer_refuses_devices_that_are_not_there(devices: Any) -> None:
     with pytest.raises(ValueError, match=r"devices: expected .* of simulated devices, got .*"):
         SimAccelerator.parse_devices(devices)

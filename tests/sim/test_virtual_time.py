@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from lightning.pytorch import Callback, LightningModule, Trainer
-from sim_devices.schedule import Command, replay
+from lightning.pytorch import Callback, Trainer
 from support import oracle
 from support.oracle import Classifier, loader, trainer
 from torch import Tensor, nn
@@ -202,12 +198,7 @@ def test_matrix_products_and_convolutions_count_their_sums_of_products() -> None
     assert work_of(lambda: a.t()) == (0, 0)
     layer = nn.Conv2d(3, 5, 3, bias=False, device="sim:0")
     image = torch.ones(2, 3, 8, 8, device="sim:0")
-    of_convolution = 2 * (2 * 5 * 6 * 6) * (3 * 3 * 3)
-    assert work_of(lambda: layer(image))[0] == of_convolution
-    y = layer(image)
-    gradient = torch.ones_like(y)
-    backward = lambda: torch.autograd.grad(y, layer.weight, gradient, retain_graph=True)
-    assert work_of(backward)[0] == of_convolution
+    assert work_of(lambda: layer(image))[0] == 2 * (2 * 5 * 6 * 6) * (3 * 3 * 3)
 
 
 def test_events_tell_the_time_of_the_clock_that_both_have(machine: Machine) -> None:
@@ -227,28 +218,6 @@ def test_events_tell_the_time_of_the_clock_that_both_have(machine: Machine) -> N
 # --- host threads ---------------------------------------------------------------------------------
 
 
-def in_a_thread(work: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=work, name="worker")
-    thread.start()
-    thread.join()
-
-
-def test_a_thread_goes_on_after_one_whose_memory_it_uses(machine: Machine) -> None:
-    made: list[Tensor] = []
-
-    def work() -> None:
-        machine.ops(0, 3)
-        torch.sim.synchronize(0)
-        made.append(machine.x[1] + 1)  # 30 to 40
-
-    in_a_thread(work)
-    machine.ops(2)  # knows nothing of the thread's wait: 0 to 10
-    assert elapsed() == 40 * US
-    made[0].to("sim:3")  # 40 to 40.016, and the host goes on
-    machine.ops(2, 4)  # from 30 on, when the thread had issued that
-    assert elapsed() == 70 * US
-
-
 def test_threads_that_work_for_another_one_go_on_from_it_and_it_after_them(
     machine: Machine,
 ) -> None:
@@ -257,16 +226,13 @@ def test_threads_that_work_for_another_one_go_on_from_it_and_it_after_them(
     work_for_main = torch.sim.hand_over()
 
     def work() -> None:
-        with work_for_main():  # and hands on, without work of its own
-            work_for_worker = torch.sim.hand_over()
-            in_a_thread(lambda: work_on(work_for_worker))
-
-    def work_on(work_for: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        with work_for():
+        with work_for_main():
             machine.ops(1, 2)  # 30 to 50
             torch.sim.synchronize(1)
 
-    in_a_thread(work)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
     machine.ops(2)  # 50 to 60
     assert elapsed() == 60 * US
 
@@ -302,7 +268,7 @@ class SecondStep(Callback):
     seconds = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        if index == 1:  # `global_step` counts steps of optimizers, of which there may be several
+        if index == 1:
             torch.sim.set_clock("virtual", seconds_per_launch=2e-6)
 
     def on_train_batch_end(
@@ -313,30 +279,17 @@ class SecondStep(Callback):
             self.seconds = torch.sim.elapsed()
 
 
-class WithARead(Classifier):
-    """A step in which every replica's host waits for its device."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        assert loss.item() > 0
-        return loss
-
-
-def simulate(
-    executor: str, make: Callable[[], LightningModule] = WithARead, **options: Any
-) -> tuple[float, LightningModule]:
-    """Trains for two steps on four unequal devices and returns the time of the second one."""
+def simulate(executor: str, mode: str) -> float:
+    """The time of the second step of a training on four unequal devices."""
     for k in range(4):
         rates = {"flops_per_second": 1e9 * (k + 1), "bytes_per_second": 1e10}
         torch.sim.set_speed(k, seconds_per_op=1e-6, **rates)
     torch.sim.set_links("pcie4")
-    step = SecondStep()
-    torch.manual_seed(0)
-    module = make()
-    strategy = DataParallelStrategy(executor=executor, **options)
+    step, strategy = SecondStep(), DataParallelStrategy(executor=executor, mode=mode)
     limits = {"limit_train_batches": 2, "limit_val_batches": 0}
-    trainer(4, strategy, max_epochs=1, callbacks=[step], **limits).fit(module, loader(), loader())
-    return step.seconds, module
+    job = trainer(4, strategy, max_epochs=1, callbacks=[step], **limits)
+    job.fit(Classifier(), loader(), loader())
+    return step.seconds
 
 
 @contextlib.contextmanager
@@ -361,102 +314,14 @@ def busy() -> Iterator[None]:
             burner.join()
 
 
-@pytest.fixture
-def on_sim(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setattr(oracle, "ON", "sim")
-
-
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_a_step_takes_the_same_on_an_idle_and_on_a_busy_machine(
-    executor: str, mode: str, on_sim: None
+    executor: str, mode: str, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(oracle, "ON", "sim")
     # Where gradients of several devices meet in one graph, autograd's threads race.
     with torch.autograd.set_multithreading_enabled(mode == "step"):
-        idle, _ = simulate(executor, mode=mode)
+        idle = simulate(executor, mode)
         with busy():
-            loaded = [simulate(executor, mode=mode)[0] for _ in range(3)]
-    assert idle > 0 and loaded == [idle] * 3
-
-
-def test_replicas_whose_host_waits_overlap_in_threads_and_not_in_order(on_sim: None) -> None:
-    in_threads, module = simulate("threads")
-    timeline = torch.sim.timeline()
-    names = [timeline.threads[record.thread] for record in timeline.records]
-    waits = [
-        i
-        for i, record in enumerate(timeline.records)
-        if names[i].startswith("dp-replica") and record.kind == "host"
-    ]
-    later = [i for i, name in enumerate(names) if name == "MainThread" and i > max(waits)]
-    ended = max(timeline.schedule.ends[i] for i in waits)
-    assert len(waits) == 4 and min(timeline.schedule.starts[i] for i in later) >= ended
-    in_order, twin = simulate("inorder")
-    assert in_threads < in_order
-    for a, b in zip(module.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a, b)  # the clock does not change what is learnt
-
-
-# --- the schedule of given commands ---------------------------------------------------------------
-
-ENGINES = [("compute", 0), ("compute", 1), ("out", 0), ("in", 0), ("in", 1)]
-KINDS = [(ENGINES[0],), (ENGINES[1],), (ENGINES[2],), (ENGINES[3],), (ENGINES[2], ENGINES[4])]
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> list[Command]:
-    """Some threads' commands, in an order in which they may have been recorded."""
-    commands: list[Command] = []
-    for i in range(draw(st.integers(1, 14))):
-        earlier = st.lists(st.integers(0, i - 1), max_size=2).map(tuple) if i else st.just(())
-        thread, needs, after = draw(st.integers(0, 2)), draw(earlier), draw(earlier)
-        kind = draw(st.integers(-2, len(KINDS) - 1))
-        if kind == -2:
-            commands.append(Command(thread, None, needs=needs, after=after))
-            continue
-        engines = KINDS[kind] if kind >= 0 else ()
-        length = draw(st.integers(1, 6)) if engines else 0
-        stream = draw(st.integers(0, 3))
-        commands.append(Command(thread, stream, length, engines, needs, after, kind >= 0))
-    return commands
-
-
-def in_another_order(commands: Sequence[Command], seed: int) -> tuple[list[Command], list[int]]:
-    """Commands as other thread timing would have recorded them, and their old positions."""
-    rng, left, new = random.Random(seed), list(range(len(commands))), dict[int, int]()
-    while left:
-        first = {commands[i].thread: i for i in reversed(left)}.values()  # of each thread
-        needed = {i: {*commands[i].needs, *commands[i].after} for i in first}
-        chosen = rng.choice([i for i in first if needed[i] <= new.keys()])
-        left.remove(chosen)
-        new[chosen] = len(new)
-    moved = [
-        commands[i]._replace(
-            needs=tuple(new[j] for j in commands[i].needs),
-            after=tuple(new[j] for j in commands[i].after),
-        )
-        for i in new
-    ]
-    return moved, list(new)
-
-
-@given(programs(), st.integers(0, 2), st.integers(0, 10**6))
-def test_a_schedule_keeps_its_rules_in_whatever_order_threads_were_recorded(
-    commands: list[Command], launch: int, seed: int
-) -> None:
-    schedule = replay(commands, launch)
-    busy_until: dict[Any, int] = {}
-    for i in sorted(range(len(commands)), key=lambda i: (schedule.starts[i], schedule.ends[i])):
-        command, start, end = commands[i], schedule.starts[i], schedule.ends[i]
-        if command.stream is None:
-            assert end >= max((schedule.ends[j] for j in command.needs), default=0)
-            continue
-        assert end == start + command.nanoseconds
-        assert all(schedule.ends[j] <= start for j in command.needs)
-        for engine in command.engines:
-            assert busy_until.get(engine, 0) <= start
-            busy_until[engine] = end
-    moved, old = in_another_order(commands, seed)
-    again = replay(moved, launch)
-    assert again.elapsed == schedule.elapsed
-    assert again.starts == tuple(schedule.starts[i] for i in old)
+            assert simulate(executor, mode) == idle > 0

@@ -398,8 +398,8 @@ class Calls:
         for task in () if in_threads else tasks:
             if task.state is NOT_BEGUN:  # else a rendezvous has begun it in its worker
                 task.on_main_thread, task.state = True, RUNNING
-                stays = state is None or task.device.type == "cpu"
-                with nullcontext() if stays else state.moved_to(task.device):
+                stays = task.device.type == "cpu"
+                with nullcontext() if state is None or stays else state.moved_to(task.device):
                     task.run()
                 task.state = ENDED
             if task.error is not None or self.broken is not None:
@@ -487,8 +487,8 @@ class Calls:
         """Ends the apply; returns the replicas' results, and the error with a note from where."""
         tasks, error = self.participants, self._first_error()
         results = [task.result for task in tasks]
-        failed = [task for task in tasks if error is not None and task.error is error]
-        if failed and not isinstance(error, RendezvousError):
+        failed = [task for task in tasks if task.error is error]
+        if error is not None and failed and not isinstance(error, RendezvousError):
             add_note(error, f"[in {failed[0].name}{failed[0].context()}]")
         self.is_open, self.participants, self.broken = False, [], None
         for task in tasks:  # workers may keep the latest one; it refers to a batch and to graphs

@@ -257,9 +257,9 @@ MUTANTS = [
     Mutant(
         "grad-mode-lost",
         "apply",
-        _of("apply.executor:Calls.run"),
-        "lambda _: torch.set_grad_enabled(grad)",
-        "lambda _: torch.set_grad_enabled(True)",
+        _of("apply.executor:Calls._work"),
+        "torch.set_grad_enabled(self._grad)",
+        "torch.set_grad_enabled(True)",
         "no graph is made where gradients are off",
         ("tests/apply", "tests/drop_in"),
     ),

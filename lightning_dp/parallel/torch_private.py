@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast

@@ -51,14 +51,8 @@ class SimAccelerator(Accelerator):
         """Does nothing: memory is given back when a tensor dies."""
 
     def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
-        """Returns the memory counters of ``device``, in bytes."""
-        free, total = device_module.mem_get_info(device)
-        return {
-            "memory_allocated": device_module.memory_allocated(device),
-            "max_memory_allocated": device_module.max_memory_allocated(device),
-            "memory_free": free,
-            "memory_total": total,
-        }
+        """Returns the memory in use on ``device``, in bytes."""
+        return {"memory_allocated": device_module.memory_allocated(device)}
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
@@ -69,12 +63,10 @@ class SimAccelerator(Accelerator):
             ids = _device_ids(devices)
         except (TypeError, ValueError):
             ids = []
-        known = all(type(index) is int and 0 <= index < count for index in ids)
-        if not ids or not known or len(set(ids)) < len(ids):
+        if not ids or len(set(ids)) < len(ids) or not {*ids} <= {*range(count)}:
             raise ValueError(
                 f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
-                f"{count}, of simulated devices, got {devices!r}. For several replicas on one take "
-                "DataParallelStrategy(devices=['sim:0', 'sim:0'])."
+                f"{count}, of simulated devices, got {devices!r}."
             )
         return ids
 

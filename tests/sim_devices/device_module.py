@@ -7,7 +7,6 @@ Wherever a device is asked for, ``None`` is the current device; an int, ``"sim:3
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from sim_devices.virtual_time import set_clock as set_clock
 from sim_devices.virtual_time import set_link as set_link
 from sim_devices.virtual_time import set_links as set_links
 from sim_devices.virtual_time import set_speed as set_speed
-from sim_devices.virtual_time import timeline as timeline
 
 Stream = torch.Stream
 Event = torch.Event
@@ -47,8 +45,7 @@ class DeviceProperties(NamedTuple):
     minor: int = 0
 
 
-@dataclass(frozen=True)
-class CopyStats:
+class CopyStats(NamedTuple):
     """Copies from one device to another: how many, and their bytes at the source."""
 
     count: int

@@ -11,8 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from sim_devices import extension
@@ -33,7 +32,7 @@ and of RTX A6000 (nvbandwidth/issues/50); eight H100 SXM (NVIDIA/nccl/issues/126
 """
 
 _launch_nanoseconds = 0
-_latest: tuple[int, Timeline] | None = None  # with the recording's version
+_latest: tuple[int, int, Schedule] | None = None  # with the recording's version
 
 
 def set_speed(
@@ -48,16 +47,9 @@ def set_speed(
 
     Each takes ``seconds_per_op + seconds_per_element * (elements of its outputs)``, and the longer
     one of ``flops / flops_per_second`` and ``bytes / bytes_per_second``: of its floating point
-    operations, and of what it reads and writes. Views cost nothing. Nobody waits for it: it is
-    counted (``busy_seconds``), and on virtual time it is part of the schedule.
-
-    Args:
-        device: the device.
-        seconds_per_op: seconds for every op.
-        seconds_per_element: seconds for every element of an op's outputs.
-        flops_per_second: operations of matrix products and convolutions; all else has one for each
-            element.
-        bytes_per_second: the speed of the device's memory.
+    operations (one for each element, but for matrix products and convolutions), and of what it
+    reads and writes. Views cost nothing. Nobody waits for it: it is counted (``busy_seconds``), and
+    on virtual time it is part of the schedule.
     """
     rates = flops_per_second, bytes_per_second
     extension.loaded.set_speed(index_of(device), seconds_per_op, seconds_per_element, *rates)
@@ -130,10 +122,6 @@ def set_clock(clock: Literal["wall", "virtual"], *, seconds_per_launch: float = 
     So the result does not depend on the machine or its load, if the program does not. Where
     gradients of several devices meet in one graph, autograd's threads go by who comes first;
     ``torch.autograd.set_multithreading_enabled(False)`` leaves it one.
-
-    Args:
-        clock: ``"wall"`` or ``"virtual"``.
-        seconds_per_launch: on virtual time, what the host takes to issue an op or a copy.
     """
     global _launch_nanoseconds
     if clock not in ("wall", "virtual"):
@@ -150,7 +138,7 @@ def elapsed() -> float:
 
     Of what was recorded since ``set_clock("virtual")``, also if the clock is the wall's by now.
     """
-    return timeline().schedule.elapsed / 1e9
+    return _schedule()[1].elapsed / 1e9
 
 
 class Record(NamedTuple):
@@ -167,67 +155,43 @@ class Record(NamedTuple):
     target: int
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """All that was recorded, and when it happens.
-
-    Args:
-        first: the number of the first record.
-        records: in the order in which they came; of several threads' that is an accident.
-        threads: the names of host threads. In the order of these, and not of their numbers, they
-            come first where nothing else decides.
-        launch_nanoseconds: what a thread takes to issue an op or a copy.
-    """
-
-    first: int
-    records: Sequence[Record]
-    threads: Sequence[str]
-    launch_nanoseconds: int
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """When each record's command begins and ends."""
-        names = sorted(range(len(self.threads)), key=lambda i: _in_order(self.threads[i]))
+def _schedule() -> tuple[int, Schedule]:
+    """The number of the first record, and when each record's command begins and ends."""
+    global _latest
+    version = extension.loaded.recording_version()
+    if _latest is None or _latest[0] != version:
+        first, found, threads = extension.loaded.recorded()
+        # In the order of their names, threads come first where nothing else decides: their numbers
+        # are an accident.
+        names = sorted(range(len(threads)), key=lambda i: _in_order(threads[i]))
         ranks = {thread: rank for rank, thread in enumerate(names)}
-        return replay([self._command(r, ranks) for r in self.records], self.launch_nanoseconds)
-
-    def _command(self, record: Record, ranks: Mapping[int, int]) -> Command:
-        def known(ids: Sequence[int]) -> tuple[int, ...]:
-            return tuple(i - self.first for i in ids if i >= self.first)
-
-        return Command(
-            thread=ranks[record.thread],
-            stream=None if record.kind == "host" else record.stream,
-            nanoseconds=record.nanoseconds,
-            engines=_engines(record) if record.nanoseconds else (),
-            needs=known(record.needs),
-            after=known(record.after),
-            is_launch=record.kind in ("op", "copy"),
-        )
+        commands = [_command(Record(*record), first, ranks) for record in found]
+        _latest = version, first, replay(commands, _launch_nanoseconds)
+    return _latest[1:]
 
 
-def _engines(record: Record) -> tuple[tuple[str, int], ...]:
-    if record.kind == "op":
-        return (("compute", extension.loaded.device_of_stream(record.stream)),)
-    ways = (("out", record.source), ("in", record.target))
-    return tuple((way, device) for way, device in ways if device != CPU)
+def _command(record: Record, first: int, ranks: Mapping[int, int]) -> Command:
+    engines: tuple[tuple[str, int], ...] = ()
+    if record.nanoseconds and record.kind == "op":
+        engines = (("compute", extension.loaded.device_of_stream(record.stream)),)
+    elif record.nanoseconds:
+        ways = (("out", record.source), ("in", record.target))
+        engines = tuple((way, device) for way, device in ways if device != CPU)
+    return Command(
+        thread=ranks[record.thread],
+        stream=None if record.kind == "host" else record.stream,
+        nanoseconds=record.nanoseconds,
+        engines=engines,
+        needs=tuple(i - first for i in record.needs if i >= first),
+        after=tuple(i - first for i in record.after if i >= first),
+        is_launch=record.kind in ("op", "copy"),
+    )
 
 
 def _in_order(name: str) -> list[tuple[bool, int, str]]:
     """A key that sorts names with numbers in them as people do: sim:9 before sim:10."""
     parts = re.split(r"(\d+)", name)
     return [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts if p]
-
-
-def timeline() -> Timeline:
-    """Returns what streams, copies and host threads do on virtual time."""
-    global _latest
-    version = extension.loaded.recording_version()
-    if _latest is None or _latest[0] != version:
-        first, records, threads = extension.loaded.recorded()
-        found = [Record(*record) for record in records]
-        _latest = version, Timeline(first, found, threads, _launch_nanoseconds)
-    return _latest[1]
 
 
 def hand_over() -> Callable[[], AbstractContextManager[None]] | None:
@@ -261,6 +225,5 @@ def thread_name() -> str:
 
 def milliseconds_between(start: int, end: int) -> float:
     """The time from one event to another, by the numbers of their records."""
-    found = timeline()
-    ends = found.schedule.ends
-    return (ends[end - found.first] - ends[start - found.first]) / 1e6
+    first, schedule = _schedule()
+    return (schedule.ends[end - first] - schedule.ends[start - first]) / 1e6

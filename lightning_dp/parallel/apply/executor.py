@@ -389,9 +389,8 @@ class Calls:
 
         `state` is the main thread's; None if it differs from a new thread's by the grad mode alone.
         """
-        grad = torch.is_grad_enabled()
-        self._enter = (lambda _: torch.set_grad_enabled(grad)) if state is None else state.entered
-        self._submit, self._context = submit, contextvars.copy_context()
+        self._state, self._submit = state, submit
+        self._grad, self._context = torch.is_grad_enabled(), contextvars.copy_context()
         self.one_by_one, self.participants = not in_threads, list(tasks)
         for task in tasks:
             task.calls = self
@@ -420,14 +419,14 @@ class Calls:
                 reply, task.reply, task.state = task.reply, None, RUNNING
                 task.inbox.put(reply)
             if self.one_by_one:
-                self._wait_for(task)
-        for task in self.participants:
-            self._wait_for(task)
+                self._wait_for([task])
+        self._wait_for(self.participants)
         return self.broken is None and any([t.state is not ENDED for t in self.participants])
 
-    def _wait_for(self, task: Task) -> None:
-        """Waits until a task does not run; an arrival that waits too long ends all calls."""
-        while task.state in (BEGINNING, RUNNING) and self.broken is None:
+    def _wait_for(self, tasks: Sequence[Task]) -> None:
+        """Waits until none of the tasks runs; an arrival that waits too long ends all calls."""
+        running = (BEGINNING, RUNNING)
+        while self.broken is None and any([task.state in running for task in tasks]):
             try:  # half a second at a time: on Windows, Ctrl-C cannot interrupt a longer wait
                 self._events.get(timeout=min(self.timeout, 0.5))
             except Empty:
@@ -518,8 +517,12 @@ class Calls:
         """Makes a replica's call in its worker."""
         task.state = RUNNING  # first: `end` looks at it after it has set `broken`
         try:
-            self.check()
-            with self._enter(task.device):
+            if self.broken is not None or not self.is_open:
+                raise self._stopped()
+            state = self._state
+            with (
+                torch.set_grad_enabled(self._grad) if state is None else state.entered(task.device)
+            ):
                 task.run()
         except BaseException as error:  # also where the thread's state could not be entered
             task.error = task.error or error

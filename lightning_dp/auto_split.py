@@ -126,7 +126,10 @@ class AutoSplitSteps:
         meter, began = self._engine.meter, time.perf_counter()
         with meter.working([0]):
             result = work()
-        meter.add_alone(samples, time.perf_counter() - began)
+        seconds, root = time.perf_counter() - began, self._engine.usage[0]
+        root.samples += samples
+        root.busy_seconds += seconds
+        meter.add_seconds({0: seconds})
         if is_end:
             meter.stop()
         return result

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics import StepRecorder, is_metric
-from lightning_dp.mode import Mode, Transfer
+from lightning_dp.mode import Mode, Transfer, profiler_range
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.state import warn_of_step
@@ -55,7 +55,7 @@ class ForwardMode(Mode):
             with recorder.around(*call), _at(module, devices[0]):
                 yield
 
-        self.engine = ForwardParallel(
+        self.engine: ForwardParallel = ForwardParallel(
             module,
             devices,
             output_device=output_device,
@@ -114,8 +114,7 @@ class ForwardMode(Mode):
     def during_backward(self) -> Iterator[None]:
         """Keeps calls spread: a checkpoint calls the module again in the backward."""
         here = _at(self.module, self.engine.output_device)
-        profiled = self.engine.profiler_range("lightning_dp.backward")
-        with profiled, self.engine.spreading(), here:
+        with profiler_range("lightning_dp.backward"), self.engine.spreading(), here:
             yield
 
 

@@ -13,10 +13,9 @@ from lightning.pytorch import LightningModule
 from typing_extensions import override
 
 from lightning_dp.metrics import StepRecorder, is_metric
-from lightning_dp.mode import Mode, Transfer
-from lightning_dp.parallel.reduce import NoLossError
+from lightning_dp.mode import Mode, Transfer, profiler_range
 from lightning_dp.parallel.replicate import layers_in
-from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
+from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -94,7 +93,7 @@ class StepMode(Mode):
 
     @override
     def during_backward(self) -> AbstractContextManager[Any]:
-        return self.engine.profiler_range("lightning_dp.backward")
+        return profiler_range("lightning_dp.backward")
 
     @override
     def recover_backward(

@@ -36,7 +36,6 @@ from lightning_dp.parallel.checks import check_choice, check_names, named_option
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
 from lightning_dp.parallel.gather import Override
-from lightning_dp.parallel.reduce import LOSS_REDUCTIONS
 from lightning_dp.parallel.split import (
     Auto,
     OwnSplit,
@@ -45,6 +44,7 @@ from lightning_dp.parallel.split import (
     check_split,
     split_policy,
 )
+from lightning_dp.parallel.step import LOSS_REDUCTIONS
 from lightning_dp.parallel.usage import DeviceUsage
 from lightning_dp.processes import check_group_options
 from lightning_dp.step_mode import StepMode
@@ -325,11 +325,8 @@ class DataParallelMixin(CheckpointMixin):
         mode = self._mode = self._new_mode()
         if self._world is None and isinstance(self._split_policy, Auto):
             self._auto = AutoSplitSteps(mode, self._split_policy, trainer)
-        profiler = cast(Any, trainer).profiler
-        if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
-            mode.engine.profile = profiler.profile
         if trainer.state.fn == TrainerFn.FITTING:
-            self.usage = mode.engine.meter.usage
+            self.usage = mode.engine.usage
         reports: dict[str, Report] = {}
         self.first_step = reports
         if self._check_first_step:
@@ -470,7 +467,7 @@ class DataParallelMixin(CheckpointMixin):
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         engine = None if self._mode is None else self._mode.engine
-        kind = None if engine is None or not engine.on_cpu else engine.meter.kind
+        kind = None if engine is None or not engine.on_cpu else engine.latest_training
         if engine is None or not kind or not engine.executor.is_in_threads(kind):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         # Beside workers, an optimizer that takes a team of threads would wait for them to wake.

@@ -30,7 +30,7 @@ from lightning_dp.first_step.compare import (
     rounding,
 )
 from lightning_dp.first_step.snapshot import NotChecked
-from lightning_dp.parallel.reduce import LossReduction, loss_weights
+from lightning_dp.parallel.step import LossReduction, loss_weights
 
 _ROUNDING_FACTOR = 30.0
 """A difference is rounding if it is at most this times that from slightly perturbed parameters."""

@@ -28,7 +28,7 @@ from lightning_dp.lightning_private import own_device
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.reduce import LossReduction, StepOutput
+from lightning_dp.parallel.step import LossReduction, StepOutput
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dp.parallel.reduce import StashedGradients, SuspendedHooks, clear_gradients
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.torch_private import FIXED_NAMES, hooked
+from lightning_dp.parallel.torch_private import FIXED_NAMES
 
 _LIBRARIES = {
     *("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_dp"),
@@ -86,7 +86,7 @@ class ModuleSnapshot:
             self._restores.append(partial(kind.set_rng_state, kind.get_rng_state(device), device))
         tensors = [node for node in self._known if isinstance(node, Tensor) and node.is_leaf]
         self.parameters = [t for t in tensors if t.requires_grad or isinstance(t, nn.Parameter)]
-        self._hooks = [SuspendedHooks(self.parameters[i]) for i in hooked(self.parameters)]
+        self._hooks = SuspendedHooks(self.parameters)
         self._gradients = StashedGradients(self.parameters)
 
     def changes(self) -> dict[tuple[str, str], Any]:
@@ -127,8 +127,7 @@ class ModuleSnapshot:
     def end(self) -> None:
         """Puts everything back, gradients and hooks of parameters too."""
         with ExitStack() as stack:
-            for hooks in self._hooks:
-                stack.callback(hooks.put_back)
+            stack.callback(self._hooks.put_back)
             stack.callback(self._gradients.put_back)
             stack.callback(self.restore)
 

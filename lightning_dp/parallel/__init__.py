@@ -6,9 +6,8 @@ threads and rendezvous (`apply`), how outputs are joined (`gather`), the joint l
 gradients (`reduce`). Beside them: copies between devices (`comm`) and several
 `processes`. Imports torch only.
 
-What runs on a replica is a `call`: of step mode (`step`) or forward mode (`forward`; for several
-processes `ForwardParallel.step_of_rank`). A step that did not fit runs again: `out_of_memory`. The
-stages as functions, for plain PyTorch: `functional`. Helpers: `devices`, `checks` of options,
-`usage` (samples, seconds, memory), `errors`, `contexts`; private names of torch are in
-`torch_private`.
+What runs on a replica is a call of step mode (`step`) or forward mode (`forward`). A step that did
+not fit runs again: `out_of_memory`. The stages as functions, for plain PyTorch: `functional`.
+Helpers: `devices`, `checks` of options, `usage` (samples, seconds, memory), `errors`, `contexts`;
+private names of torch are in `torch_private`.
 """

@@ -6,10 +6,12 @@ joined, is a `ReplicaCall`: those of `step` and `forward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +25,20 @@ from lightning_dp.parallel.apply import (
     Task,
     fewest_samples,
 )
-from lightning_dp.parallel.call import EngineOptions, ReplicaCall, Transfer
 from lightning_dp.parallel.comm import synchronize
 from lightning_dp.parallel.contexts import replaced
-from lightning_dp.parallel.gather import Join, RowRules
+from lightning_dp.parallel.devices import replica_names
+from lightning_dp.parallel.gather import Join, Override, RowRules, Scalars
 from lightning_dp.parallel.out_of_memory import Recovery
 from lightning_dp.parallel.reduce import (
-    BufferSnapshot,
+    Buffers,
     JointBackward,
     Reducer,
     reduce_gradients,
     single_threaded,
     wait_for_autograd,
 )
-from lightning_dp.parallel.replicate import BufferCopies, Replicas
+from lightning_dp.parallel.replicate import ParameterCopies, ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import (
     Inferred,
     Shards,
@@ -44,15 +46,60 @@ from lightning_dp.parallel.scatter import (
     infer_for,
     sample_costs,
     to_device,
+    to_device_together,
     warn_of_nothing_to_cut,
 )
-from lightning_dp.parallel.split import Plan, Planner, Sizes
+from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.torch_private import (
     is_in_backward,
     is_profiling,
     num_compiled_frames,
 )
-from lightning_dp.parallel.usage import UsageMeter
+from lightning_dp.parallel.usage import DeviceUsage, UsageMeter
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
+
+Transfer: TypeAlias = Callable[[Any, torch.device], Any]
+"""Moves one shard to a device."""
+
+StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
+"""Takes (replicas, name of the call, shards, is_rerun); returns the context for one apply."""
+
+
+class ReplicaCall(ABC):
+    """What runs on each replica in one step, and what becomes of its results.
+
+    Args:
+        name: what errors call it; the executor chooses by it how the call runs.
+        training: whether the root takes over the buffers that the call writes.
+        transfer: moves the shards.
+    """
+
+    has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
+    copied_parameters: ParameterCopies = "changed"  # to replicas
+    path = ""  # of the submodule that is called
+
+    def __init__(
+        self, name: str, *, training: bool = False, transfer: Transfer = to_device
+    ) -> None:
+        self.name, self.training, self.transfer = name, training, transfer
+
+    @abstractmethod
+    def begin(self, shards: Shards) -> None:
+        """Called when the replicas are up to date, before `on_replica`."""
+
+    @abstractmethod
+    def on_replica(self, module: nn.Module, shard: Any) -> Any:
+        """What a replica does with its shard."""
+
+    def to_cpu(self, outputs: list[Any], devices: Sequence[torch.device]) -> list[Any]:
+        """Starts to copy the outputs to the CPU; the caller waits for these devices."""
+        return to_device_together(outputs, torch.device("cpu"), later=devices)
+
+    @abstractmethod
+    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+        """Joins the active replicas' outputs into what one device would have returned."""
 
 
 class Engine:
@@ -61,49 +108,80 @@ class Engine:
     Args:
         module: the user's module, on the root device.
         devices: the replicas' devices, root first; an entry may repeat.
-        fields: those of `EngineOptions`.
+        output_device: where gathered outputs end up.
+        split: how many samples each device gets.
+        dim: the dimension along which batches are cut and outputs joined.
+        is_call_arguments: whether batches are the arguments of a call, see `infer_batch_size`.
+        cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
+        buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
+        executor: how the replicas run, see `Executor`.
+        scalars: how 0-dim outputs are gathered.
+        overrides: how outputs under certain keys are gathered.
+        rules: how special submodules are replicated.
+        context: entered around every apply, for what replicas leave behind besides outputs.
+        world: the processes that train together; None if this is the only one.
+        timeout: how long replicas wait in a collective for one that does not come.
 
     Attributes:
         asked: the module whose `batch_size`, `split_batch` and `sample_cost` are called.
         last_sizes: samples per device in the latest `apply`.
+        latest_training: the name of the latest training call.
+        usage: what each replica has done in training.
         accumulating: whether the optimizer waits for a later backward.
         before_replica: called before each replica's call.
-        profile: enters a range of a Trainer's profiler by its name.
         is_rerun: whether the step runs again after out of memory; replicas then leave behind
             nothing but outputs, gradients and buffers.
     """
 
     expects_samples: ClassVar[bool] = False  # a batch is cut, and not the arguments of some call
     frozen_may_change = True  # code between steps may write to parameters that are not trained
-    accumulating = is_rerun = _compiles = False
+    accumulating = is_rerun = False
     last_sizes: Sizes = ()
+    latest_training = ""
     before_replica: Callable[[], object] | None = None
-    profile: Callable[[str], AbstractContextManager[None]] | None = None
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], **fields: Any) -> None:
-        self.options = options = EngineOptions(**fields)
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        output_device: torch.device,
+        split: SplitPolicy,
+        dim: int = 0,
+        is_call_arguments: bool = False,
+        cost_key: str | None = None,
+        buffers: Buffers = "first",
+        executor: ExecutorName = "auto",
+        scalars: Scalars = "merge",
+        overrides: Mapping[str, Override] | None = None,
+        rules: ReplicaRules | None = None,
+        context: StepContext = lambda *_: nullcontext(),
+        world: World | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.module = self.asked = module
-        self.devices, self.output_device = list(devices), options.output_device
+        self.devices, self.output_device = list(devices), output_device
         self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.accelerators = [d for d in (*devices, options.output_device) if d.type != "cpu"]
-        self.world = options.world
-        self.planner = Planner(len(devices), options.split)
-        self.replicas = Replicas(module, devices, options.rules, reduce_gradients)
-        self.reducer = Reducer(self.replicas, self.devices, options.buffers, self.world)
-        self.row_rules = RowRules(options.dim, options.overrides or {})
-        self.meter = UsageMeter(devices, None if self.world is None else self.world.rank)
-        if self.planner.learns:
-            self.meter.is_watched = True
+        self.accelerators = [d for d in (*devices, output_device) if d.type != "cpu"]
+        self.dim, self.world = dim, world
+        self._is_call_arguments, self._cost_key = is_call_arguments, cost_key
+        self._scalars, self._row_rules = scalars, RowRules(dim, overrides or {})
+        self._context = context
+        self.planner = Planner(len(devices), split)
+        self.replicas = Replicas(module, devices, rules, reduce_gradients)
+        self.reducer = Reducer(self.replicas, self.devices, buffers, world)
+        names = replica_names(devices, None if world is None else world.rank)
+        self.usage = list(map(DeviceUsage, devices, names))
+        self.meter = UsageMeter(devices)
+        self.meter.is_watched = self.planner.learns
         self.calls = Calls()  # of the replicas, in the latest apply
         # nn.Embedding(max_norm=...) rescales rows of its weight in the forward. Replicas on the CPU
         # share that weight, so two threads would rescale a row twice.
-        in_order = self.on_cpu and bool(self.replicas.max_norm_embeddings)
-        how: ExecutorName = "inorder" if in_order else options.executor
-        seconds = Calls.timeout if options.timeout is None else options.timeout.total_seconds()
-        self.executor = Executor(devices, how, self.replicas.lose, self.meter.names, seconds)
+        how = "inorder" if self.on_cpu and self.replicas.max_norm_embeddings else executor
+        seconds = Calls.timeout if timeout is None else timeout.total_seconds()
+        self.executor = Executor(devices, how, self.replicas.lose, names, seconds)
         self._recovery = Recovery(self.planner, self.devices)
-        self._snapshot = BufferSnapshot()
-        self._undo: list[Callable[[], None]] = []  # what the present step has left on the root
+        self._counted: Sizes = ()  # the samples that the present step has added to the usage
         self._kept_memory = KeptMemory() if self.on_cpu else None
         self._stale = set(range(len(devices)))  # replicas that get everything at their next step
 
@@ -115,7 +193,7 @@ class Engine:
             return self.step(call, batch if shards is None else shards)
         except torch.OutOfMemoryError as error:
             attempt = partial(self.step, call, batch)
-            return self._recovery.retry(call.name, call.training, self._make_room, attempt, error)
+            return self._recovery.retry(call.name, call.training, self.undo, attempt, error)
 
     def step(self, call: ReplicaCall, batch: Any) -> Any:
         """Runs a call on all replicas; returns what one device would for the whole batch.
@@ -126,8 +204,9 @@ class Engine:
             call: what runs on a replica, and how results are joined.
             batch: as the user's code has it; or `Shards`, which are cut already.
         """
-        self._undo = []
-        stage = self.profiler_range if self.profile or is_profiling() else nullcontext
+        self._counted = ()
+        self.reducer.can_restore = False
+        stage = record_function if is_profiling() else nullcontext
         if not isinstance(batch, Shards):
             with stage("lightning_dp.plan"):
                 plan = self.plan(batch, call.path, training=call.training)
@@ -142,26 +221,23 @@ class Engine:
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """The backward of a joint loss: every replica's, then the sums of their gradients."""
-        stage = self.profiler_range if self.profile or is_profiling() else nullcontext
-        self.reducer.begin(joint, gradient, can_fail=not self.on_cpu)
+        stage = record_function if is_profiling() else nullcontext
+        self.reducer.begin(joint, gradient)
         try:
-            if self.on_cpu and not joint.crosses:
-                # One backward per replica: on the calling thread they would queue.
+            if self.on_cpu and not joint.crosses:  # see the note in `reduce`
                 tasks = joint.tasks(gradient, keep_graph, self.devices)
                 self.executor.run(joint.name, tasks, continues_previous=True)
-                self.meter.add_seconds(tasks)
+                self._add_seconds(tasks)
             else:
-                backward = joint.start(gradient, keep_graph)
                 with self.meter.working([k for k, *_ in joint.parts]):
-                    backward()
+                    joint.run_together(gradient, keep_graph)
             if self.meter.is_watched:
                 self.meter.stop()
             in_threads = self.on_cpu and self.executor.is_in_threads(joint.name)
             with stage("lightning_dp.reduce"), single_threaded() if in_threads else nullcontext():
                 self.reducer.commit()
         except BaseException:
-            if self.reducer.backward is not None:
-                self.reducer.backward.abort()
+            self.reducer.abort()
             raise
 
     # Its stages
@@ -178,10 +254,10 @@ class Engine:
             self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
         n, reading = self._infer(batch)
         if n is None and self.expects_samples:
-            warn_of_nothing_to_cut(self.options.dim)
+            warn_of_nothing_to_cut(self.dim)
         if not n:
             return self.planner.whole()
-        costs = partial(sample_costs, self.asked, batch, n, self.options.cost_key)
+        costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
         least = partial(fewest_samples, self.module, path)
         return self.planner.plan(n, costs, training=training, reading=reading, least=least)
 
@@ -198,60 +274,48 @@ class Engine:
             parts = [transfer(batch, self.devices[0])]
         else:
             inferred = Inferred(sum(plan.sizes), plan.reading)
-            parts = cut_for(self.asked, batch, inferred, plan.sizes, self.options.dim, plan.order)
+            parts = cut_for(self.asked, batch, inferred, plan.sizes, self.dim, plan.order)
             for k, device in enumerate(self.devices):
                 parts[k] = transfer(parts[k], device) if plan.sizes[k] else None
-        order, rules = plan.order, self.row_rules
+        order, rules = plan.order, self._row_rules
         return Shards(plan.sizes, parts, whole=plan.whole, order=order, row_rules=rules)
 
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
         """Copies what has changed on the root to the active replicas; returns all replicas."""
-        self.reducer.settle()
-        buffers: BufferCopies = "changed"
-        if call.training:
-            buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
-            if not self.on_cpu:
-                self._snapshot.take(self.replicas.root_buffers)
-                self._undo.append(self._snapshot.restore)
+        replicas = self.replicas
+        buffers = self.reducer.begin_step(shards, training=call.training)
         stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
-        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
+        replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        self._compiles = self.replicas.compiled.are_known
-        in_threads = self.executor.choose(call.name, len(shards.active), compiles=self._compiles)
+        compiles = replicas.compiled.are_known
+        in_threads = self.executor.choose(call.name, len(shards.active), compiles=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's gradients.
-            self.replicas.share_parameters(call.has_backward and not in_threads)
-        return self.replicas.modules
+            replicas.share_parameters(call.has_backward and not in_threads)
+        return replicas.modules
 
-    def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> Any:
+    def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
-        self.last_sizes, meter, dim = shards.sizes, self.meter, self.options.dim
-        self.calls = calls = Calls(shards.active_sizes, shards.active_order, dim, self.world)
+        self.last_sizes = shards.sizes
+        self.calls = calls = Calls(shards.active_sizes, shards.active_order, self.dim, self.world)
         call.begin(shards)
-        is_measured = call.training and meter.is_watched
-        if is_measured and not shards.whole:
-            meter.start(shards.sizes)
-        compiled = self.replicas.compiled
-        compiling = compiled.as_often() if self._compiles else nullcontext()
-        num_compiled = num_compiled_frames()
+        tasks = []
+        for k in shards.active:
+            run = partial(call.on_replica, modules[k], shards.parts[k])
+            if self.before_replica is not None:
+                run = partial(_after, self.before_replica, run)
+            tasks.append(Task(k, self.devices[k], run, partial(shards.place, call.name, k)))
+        if call.training and self.meter.is_watched and not shards.whole:
+            self.meter.start(shards.sizes, tasks)
+        compiled, num_compiled = self.replicas.compiled, num_compiled_frames()
+        compiling = compiled.as_often() if compiled.are_known else nullcontext()
         try:
-            # Records what replicas do to metrics, logs and lists.
-            with self.options.context(self.replicas, call.name, shards, self.is_rerun), compiling:
-                tasks = []
-                for k in shards.active:
-                    run = partial(call.on_replica, modules[k], shards.parts[k])
-                    if self.before_replica is not None:
-                        run = partial(_after, self.before_replica, run)
-                    place = partial(shards.place, call.name, k)
-                    tasks.append(Task(k, self.devices[k], run, place))
-                if is_measured:
-                    meter.follow(tasks)
-                outputs: Any = self.executor.run(
-                    call.name, tasks, continues_previous=True, calls=calls
-                )
-                if call.gathers and self.output_device.type == "cpu" and self.accelerators:
-                    # What replicas have logged has left already.
+            # The context records what replicas do to metrics, logs and lists.
+            with self._context(self.replicas, call.name, shards, self.is_rerun), compiling:
+                outputs = self.executor.run(call.name, tasks, continues_previous=True, calls=calls)
+                if self.output_device.type == "cpu" and self.accelerators:
+                    # What replicas have logged has left already: one wait serves all.
                     outputs = call.to_cpu(outputs, self.devices)
                     synchronize(*self.devices)
         except BaseException:
@@ -262,45 +326,38 @@ class Engine:
             compiled.are_known = True
         if call.training:
             self.reducer.after_forward(shards)
-            meter.add_forward(call.name, shards.sizes, in_turns=calls.one_by_one)
-            meter.add_seconds(tasks)
-            if not self.on_cpu:
-                self._undo.append(partial(meter.take_back, shards.sizes))
-            if not call.has_backward:
-                meter.stop()
-        elif self.replicas.max_norm_embeddings:
+            self.latest_training, self._counted = call.name, shards.sizes
+            for usage, size in zip(self.usage, shards.sizes, strict=True):
+                usage.samples += size
+            self._add_seconds(tasks, in_turns=calls.one_by_one)
+            if self.meter.is_watched and not call.has_backward:
+                self.meter.stop()
+        if self.replicas.max_norm_embeddings:
             self.replicas.copy_back_renormalized_rows(shards.active)
         return outputs
 
-    def join(
-        self, outputs: Sequence[Any], shards: Shards, replicas: Sequence[int] | None = None
-    ) -> Any:
-        """Joins replicas' outputs into what one device would return, on the output device.
+    def _add_seconds(self, tasks: Sequence[Task], *, in_turns: bool = False) -> None:
+        """Adds the seconds that workers spent in these calls, at once or in turns."""
+        for task in tasks:
+            self.usage[task.replica].busy_seconds += task.seconds
+        if self.meter.is_watched:
+            self.meter.add_seconds({t.replica: t.seconds for t in tasks}, in_turns=in_turns)
 
-        Args:
-            outputs: of the replicas.
-            shards: all shards of the step, also those of replicas that are not joined here.
-            replicas: which ones; None for all that are active.
-        """
-        sizes, order = shards.active_sizes, shards.active_order
-        if replicas is not None:
-            sizes = [shards.sizes[k] for k in replicas]
-            order = None if shards.order is None else [shards.order[k] for k in replicas]
-        rules, scalars = shards.row_rules, self.options.scalars
-        return Join(tuple(sizes), self.output_device, rules, scalars, order).gather(outputs)
+    def join(self, outputs: Sequence[Any], shards: Shards) -> Any:
+        """Joins replicas' outputs into what one device would return, on the output device."""
+        sizes, order, rules = tuple(shards.active_sizes), shards.active_order, shards.row_rules
+        return Join(sizes, self.output_device, rules, self._scalars, order).gather(outputs)
 
     # Out of memory
 
     def undo(self) -> None:
-        """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
+        """Takes back what a half-done step has left: gradients, hooks, buffers, counts."""
+        if not is_in_backward():  # where a checkpoint calls the module again
+            wait_for_autograd(self.devices)
         self.reducer.undo()
-        while self._undo:
-            self._undo.pop()()
-
-    def _make_room(self) -> bool:
-        """Undoes the step; there is nothing else to free."""
-        self.undo()
-        return False
+        for usage, size in zip(self.usage, self._counted, strict=False):
+            usage.samples -= size
+        self._counted = ()
 
     def rerun(
         self,
@@ -314,19 +371,19 @@ class Engine:
         What the step has logged and left on the module was right, and stays. An error from outside
         of the joint loss's backward is raised again.
         """
-        failed = self.reducer.backward
-        if failed is None:
+        if self.reducer.backward is None:
             raise error
-        wait_for_autograd(self.devices)
+        gradient = self.reducer.backward.gradient
 
         def attempt() -> None:
             with context(), replaced(self, is_rerun=True):
                 result = self.step(call, batch)
-            call.finish(result, failed.gradient)
+            loss = result["loss"] if isinstance(result, Mapping) else result
+            if loss is not None and loss.requires_grad:
+                loss.backward(gradient)
 
-        self._recovery.retry(
-            f"{call.name}'s backward", call.training, self._make_room, attempt, error
-        )
+        name = f"{call.name}'s backward"
+        self._recovery.retry(name, call.training, self.undo, attempt, error)
 
     # Around it
 
@@ -335,23 +392,11 @@ class Engine:
         return self._infer(batch).size
 
     def _infer(self, batch: Any) -> Inferred:
-        options = self.options
-        return infer_for(
-            self.asked, batch, options.dim, is_call_arguments=options.is_call_arguments
-        )
+        return infer_for(self.asked, batch, self.dim, is_call_arguments=self._is_call_arguments)
 
     def cut(self, batch: Any, sizes: Sizes) -> list[Any]:
         """Cuts a batch into parts of these sizes without moving it; None for a size of 0."""
-        return cut_for(self.asked, batch, self._infer(batch), sizes, self.options.dim)
-
-    def profiler_range(self, name: str) -> AbstractContextManager[Any]:
-        """A range of `torch.profiler` and of the Trainer's profiler, if they record."""
-        stack = ExitStack()
-        if is_profiling():
-            stack.enter_context(record_function(name))
-        if self.profile is not None:
-            stack.enter_context(self.profile(name))
-        return stack
+        return cut_for(self.asked, batch, self._infer(batch), sizes, self.dim)
 
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
@@ -364,7 +409,8 @@ class Engine:
         self.executor.close()
         if self._kept_memory is not None:
             self._kept_memory.close()
-        self.meter.read_peaks()
+        for usage, peak in zip(self.usage, self.meter.peaks(), strict=True):
+            usage.peak_bytes = peak
 
 
 def _after(before: Callable[[], object], call: Callable[[], Any]) -> Any:

@@ -7,15 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.comm import on_streams, side_streams
 from lightning_dp.parallel.contexts import StandIn, replaced
-from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.engine import Engine, ReplicaCall
 from lightning_dp.parallel.gather import Scalars
 from lightning_dp.parallel.scatter import Shards, to_device_together
 from lightning_dp.parallel.torch_private import (
@@ -26,15 +25,6 @@ from lightning_dp.parallel.torch_private import (
 )
 
 OWN_METHODS = ("batch_size", "split_batch", "sample_cost")
-
-
-class FirstCalls(Protocol):
-    """What looks at calls before they are spread; see `check`."""
-
-    def before(
-        self, engine: ForwardParallel, path: str, num_args: int, arguments: dict[Any, Any]
-    ) -> None:
-        """A submodule is about to be called; the first arguments go by position."""
 
 
 class ForwardParallel(Engine):
@@ -54,6 +44,11 @@ class ForwardParallel(Engine):
     trained ones. In training mode or with gradients enabled, frozen parameters
     (requires_grad=False) are copied too. Other writes through `.data` need a `resync`.
 
+    Attributes:
+        num_calls, num_cut: how many calls there were so far, and of how many something was cut.
+        first_calls: looks at each call before it is spread, as `first_step.FirstCalls` does.
+        turn: one thread spreads calls at a time: checkpoints do so in autograd's threads.
+
     Example:
         >>> cpu = torch.device("cpu")
         >>> net = nn.Linear(3, 2)
@@ -65,6 +60,12 @@ class ForwardParallel(Engine):
         >>> engine.close()
     """
 
+    num_calls = num_cut = 0
+    first_calls: Any = None
+    _spread: ExitStack | None = None  # gives the modules their own forwards back
+    _mode: tuple[bool, bool] | None = None  # of the latest call: training, with gradients
+    _streams: Sequence[torch.Stream] = ()  # the caller's own
+
     def __init__(
         self,
         module: nn.Module,
@@ -74,16 +75,10 @@ class ForwardParallel(Engine):
         scalars: Scalars = "stack",
         **options: Any,
     ) -> None:
-        check_parallel_modules(module, parallel_modules)
+        _check_names(module, parallel_modules)
         super().__init__(module, devices, scalars=scalars, **options)
-        self.num_calls = self.num_cut = 0  # so far, and of these the ones that were cut
-        self.first_calls: FirstCalls | None = None  # the check of them, if there is one
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
-        self._spread: ExitStack | None = None  # gives the modules their own forwards back
-        self._mode: tuple[bool, bool] | None = None
-        # One thread spreads calls at a time: checkpoints do so in autograd's threads.
         self.turn = threading.RLock()
-        self._streams: list[torch.Stream] = []  # the caller's own
 
     @contextmanager
     def spreading(self) -> Iterator[None]:
@@ -92,24 +87,22 @@ class ForwardParallel(Engine):
             yield
             return
         # Compiled code may also be called with whole batches, beside the replicas' calls.
-        compiles = self.replicas.compiled.are_known
-        with self.replicas.compiled.as_often() if compiles else nullcontext():
+        compiled = self.replicas.compiled
+        with compiled.as_often() if compiled.are_known else nullcontext():
             self._start_spreading()
             try:
                 yield
             finally:
-                self.stop_spreading()
+                self._stop_spreading()
 
     def _start_spreading(self) -> None:
         self._spread = ExitStack()
         for path in self._paths:
             module = self.module.get_submodule(path)
             call = StandIn(module, "forward", partial(_spread, self, path))
-            attributes = {"forward": call, COMPILED_CALL: None}
-            self._spread.enter_context(replaced(module, **attributes))
+            self._spread.enter_context(replaced(module, **{"forward": call, COMPILED_CALL: None}))
 
-    def stop_spreading(self) -> None:
-        """Gives the modules their own forwards back."""
+    def _stop_spreading(self) -> None:
         if self._spread is not None:
             self._spread.close()
             self._spread = None
@@ -118,52 +111,44 @@ class ForwardParallel(Engine):
         """Makes a spread call; replica 0, which is the module, calls its own forward meanwhile."""
         with self.turn:
             is_spreading = self._spread is not None  # False for a checkpoint that calls again
-            self.stop_spreading()
+            self._stop_spreading()
             try:
                 return self.call(path, args, kwargs)
             finally:
                 if is_spreading:
                     self._start_spreading()
 
-    def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
-        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        self.num_calls += 1
-        if not is_in_backward():
-            self._streams = side_streams([*self.devices, self.output_device])
-        called = self.module.get_submodule(path)
-        decides = any([callable(getattr(called, name, None)) for name in OWN_METHODS])
-        # A checkpoint calls again in a thread of autograd, which has other streams.
-        with on_streams(self._streams), replaced(self, asked=called if decides else self.module):
-            if self.first_calls is not None and not is_in_backward():
-                self.first_calls.before(self, path, len(args), arguments)
-            return self.run(self.make_spread_call(path, len(args)), arguments)
-
     @property
     def is_training(self) -> bool:
         """Whether any part of the module is in training mode."""
         return any([module.training for module in self.replicas.submodules[0]])
 
-    def make_spread_call(self, path: str = "", num_args: int = 0) -> SpreadCall:
-        """Makes the next `SpreadCall` and sets which parameters replicas must get first.
-
-        Requests a full copy if training or grad mode has changed.
-        """
-        training = self.is_training
-        mode = (training, torch.is_grad_enabled())
-        if mode != self._mode and not is_in_backward():
-            self.resync()  # weights may be swapped here, which leaves no trace everywhere
-        self._mode = mode
-        call = SpreadCall(self, path, num_args, training=training)
-        # Code outside of the replicas may write weights between two calls, through `.data` too. Not
-        # where a checkpoint calls again: other threads of the backward are at work with them.
-        is_read_only = is_in_backward() or not any(mode)
-        call.copied_parameters = "changed" if is_read_only else "frozen"
-        return call
+    def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        again = is_in_backward()  # a checkpoint calls again, in a thread of autograd
+        self.num_calls += 1
+        if not again:
+            self._streams = side_streams([*self.devices, self.output_device])
+        called = self.module.get_submodule(path)
+        decides = any([callable(getattr(called, name, None)) for name in OWN_METHODS])
+        with on_streams(self._streams), replaced(self, asked=called if decides else self.module):
+            if self.first_calls is not None and not again:
+                self.first_calls.before(self, path, len(args), arguments)
+            mode = (self.is_training, torch.is_grad_enabled())
+            if mode != self._mode and not again:
+                self.resync()  # weights may be swapped here, which leaves no trace everywhere
+            self._mode = mode
+            call = SpreadCall(self, path, len(args), training=mode[0])
+            # Code outside of the replicas may write weights between two calls, through `.data` too.
+            # Not where a checkpoint calls again: others of autograd's threads work with them.
+            if any(mode) and not again:
+                call.copied_parameters = "frozen"
+            return self.run(call, arguments)
 
     def close(self) -> None:
         """Closes the engine, and drops the replicas and the graphs that they hold."""
-        self.stop_spreading()
+        self._stop_spreading()
         super().close()
         self.replicas.lose()
 
@@ -213,7 +198,7 @@ def _after_backward(engine: Callable[[], ForwardParallel | None]) -> None:
         living.replicas.expect_change()
 
 
-def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:
+def _check_names(module: nn.Module, names: Sequence[str]) -> None:
     """Raises a ValueError unless all names are those of submodules."""
     known = [name for name, _ in module.named_modules() if name]
     for name in names:

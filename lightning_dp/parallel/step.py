@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Collection, Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.call import ReplicaCall, Transfer
-from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.comm import scalar_device
+from lightning_dp.parallel.engine import Engine, ReplicaCall, Transfer
 from lightning_dp.parallel.gather import without_rows
-from lightning_dp.parallel.reduce import (
-    JointBackward,
-    LossReduction,
-    StepOutput,
-    agreed_items,
-    join_losses,
-    loss_of,
-    loss_weights,
-    parse_outputs,
-    wait_for_autograd,
-)
+from lightning_dp.parallel.reduce import JointBackward
 from lightning_dp.parallel.scatter import Shards, to_device
-from lightning_dp.parallel.torch_private import hooked
+from lightning_dp.parallel.torch_private import hooks_of
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import JointLoss
 
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+LossReduction: TypeAlias = Literal["mean", "sum"]
+LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
 
 
 class StepParallel(Engine):
@@ -54,6 +45,8 @@ class StepParallel(Engine):
     """
 
     expects_samples = True
+    has_own_backward = False  # the module overrides `backward`
+    has_warned_of_none = False
 
     def __init__(
         self,
@@ -65,8 +58,6 @@ class StepParallel(Engine):
     ) -> None:
         super().__init__(module, devices, **options)
         self.loss_reduction: LossReduction = loss_reduction
-        self.has_own_backward = False  # the module overrides `backward`
-        self.has_warned_of_none = False
 
     def train(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses; see `TrainingStep`."""
@@ -105,8 +96,8 @@ class EvaluationStep(ReplicaCall):
         """The replica's own method."""
         return getattr(module, self.name)(shard, *self.args)
 
-    def gather(self, outputs: Any, shards: Shards) -> Any:
-        """See `gather`."""
+    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+        """The outputs of the whole batch."""
         return self.engine.join(outputs, shards)
 
 
@@ -124,44 +115,41 @@ class TrainingStep(EvaluationStep):
     is_training = has_backward = True
     _of_ranks: JointLoss | None = None
 
-    def to_cpu(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
-        """Losses stay, too: their backward begins where they are."""
-        steps = parse_outputs(self.shards.active, outputs)
-        parts = [(step.loss.detach(), step.num_items, step.extras) for step in steps.values()]
-        return {
-            k: step._replace(value=value, num_items=items, extras=extras)
-            for (k, step), (value, items, extras) in zip(
-                steps.items(), super().to_cpu(parts, devices), strict=True
-            )
-        }
+    def on_replica(self, module: nn.Module, shard: Any) -> StepOutput | None:
+        """The replica's own method; returns its output taken apart."""
+        output = getattr(module, self.name)(shard, *self.args)
+        if type(output) is Tensor and output.numel() == 1 and not output.__dict__:
+            return StepOutput(output, output.detach())  # as `parse` would; the usual case
+        return None if output is None else StepOutput.parse(output)
 
-    def gather(self, outputs: Any, shards: Shards) -> Any:
+    def to_cpu(self, outputs: list[Any], devices: Sequence[torch.device]) -> list[Any]:
+        """Copies values only: the losses' backward begins where they are."""
+        parts = [step and (step.value, step.num_items, step.extras) for step in outputs]
+        return [
+            step and step._replace(value=part[0], num_items=part[1], extras=part[2])
+            for step, part in zip(outputs, super().to_cpu(parts, devices), strict=True)
+        ]
+
+    def gather(self, outputs: list[StepOutput | None], shards: Shards) -> Any:
         """The joint loss, with its backward."""
         engine, world = self.engine, self.engine.world
-        steps: dict[int, StepOutput] = outputs
-        if not isinstance(outputs, dict):
-            steps = parse_outputs(shards.active, outputs)
-        if 0 < len(steps) < len(shards.active):
-            self._warn_of_none(len(shards.active) - len(steps), len(shards.active))
-        sizes, counts, losses, values = [], [], list[Tensor](), []
-        for k, step in steps.items():
-            sizes.append(shards.sizes[k])
-            counts.append(step.num_items)
-            losses.append(step.loss)
-            values.append(step.loss if step.value is None else step.value)
-        loss, items, weights, has_graph = None, None, list[float](), False
+        steps = {k: step for k, step in zip(shards.active, outputs, strict=True) if step}
+        if 0 < len(steps) < len(outputs):
+            self._warn_of_none(len(outputs) - len(steps), len(outputs))
+        loss, items, weights = None, None, list[float]()
         if steps:
-            known = agreed_items(counts)
-            items = None if known is None else sum(known)
-            weights = loss_weights(sizes, engine.loss_reduction, known)
+            counts = agreed_items([step.num_items for step in steps.values()])
+            items = None if counts is None else sum(counts)
+            weights = loss_weights([shards.sizes[k] for k in steps], engine.loss_reduction, counts)
+            values = [step.value for step in steps.values()]
             loss = join_losses(values, weights, engine.output_device)
-            has_graph = any(map(_REQUIRES_GRAD, losses))
+        has_graph = any([step.loss.requires_grad for step in steps.values()])
         if world is not None:
             joint = self._of_ranks
             if joint is None:  # else it is a rerun after out-of-memory: the others have gone on
                 from lightning_dp.parallel.processes import exchange_losses
 
-                samples = sum(sizes) or sum(shards.sizes)
+                samples = sum([shards.sizes[k] for k in steps]) or sum(shards.sizes)
                 is_sum = engine.loss_reduction == "sum"
                 kind = {"has_graph": has_graph, "is_sum": is_sum}
                 joint = self._of_ranks = exchange_losses(loss, samples, items, world, **kind)
@@ -170,39 +158,32 @@ class TrainingStep(EvaluationStep):
             weights = [weight * joint.share for weight in weights]
             items, has_graph = joint.items, joint.has_graph
         if loss is not None and has_graph:
-            backward = JointBackward(
+            losses = [step.loss for step in steps.values()]
+            # An own backward may ask for some parameters' gradients alone, which is refused.
+            asked = engine.replicas.root_parameters if engine.has_own_backward else ()
+            requested = [p for p in asked if p.requires_grad and not any(hooks_of(p))]
+            loss = JointBackward(
                 self.name,
                 shards,
                 zip(steps, losses, weights, strict=True),
                 engine.backward,
                 engine.accelerators,
                 crosses=engine.calls.crossed,
-            )
-            loss = backward.attach(loss, self._requested_parameters())
+            ).attach(loss, requested)
         first = next(iter(steps.values()), None)
         if first is None or first.extras is None:
             return loss
-        extras = engine.join([step.extras for step in steps.values()], shards, list(steps))
+        sizes = tuple([size if k in steps else 0 for k, size in enumerate(shards.sizes)])
+        own = replace(shards, sizes=sizes)
+        extras = engine.join([step.extras for step in steps.values()], own)
         if world is not None and world.is_idle:
             extras = without_rows(extras, shards.row_rules.dim, sum(shards.sizes))
-        whole: dict[str, Any] = {"loss": loss, **extras}
         if first.has_items_entry:
-            whole["num_items"] = items
+            extras["num_items"] = items
             if isinstance(first.num_items, Tensor):  # then that of all is one, too
                 device = engine.output_device
-                whole["num_items"] = torch.full_like(first.num_items, items or 0, device=device)
-        return whole
-
-    def _requested_parameters(self) -> Sequence[Tensor]:
-        """Parameters of which an own backward may ask gradients, without those that have hooks.
-
-        Autograd calls hooks although there is no gradient for them.
-        """
-        if not self.engine.has_own_backward:
-            return ()
-        parameters = self.engine.replicas.root_parameters
-        with_hooks = set(hooked(parameters))
-        return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
+                extras["num_items"] = torch.full_like(first.num_items, items or 0, device=device)
+        return {"loss": loss, **extras}
 
     def _warn_of_none(self, count: int, of: int) -> None:
         """Warns once that some replicas returned no loss while others did."""
@@ -216,13 +197,114 @@ class TrainingStep(EvaluationStep):
                 stacklevel=2,
             )
 
-    def finish(self, result: Any, gradient: Tensor) -> None:
-        """The joint loss's backward."""
-        loss = loss_of(result)
-        if loss is None or not loss.requires_grad:
-            return
-        try:
-            loss.backward(gradient)
-        except torch.OutOfMemoryError:
-            wait_for_autograd(self.engine.devices)
-            raise
+
+# What a step returns
+
+
+class NoLossError(TypeError):
+    """A step returned something else than a loss; `output` is that."""
+
+    def __init__(self, output: Any) -> None:
+        is_mapping = isinstance(output, Mapping)
+        got = f"a mapping with keys {list(output)}" if is_mapping else type(output).__qualname__
+        super().__init__(
+            "Expected training_step to return a loss tensor, a mapping with one under 'loss', "
+            f"or None, got {got}. Return the loss of the samples in the batch."
+        )
+        self.output = output
+
+
+class StepOutput(NamedTuple):
+    """What `training_step` returned on one replica."""
+
+    loss: Tensor
+    value: Tensor  # the loss without its graph; may be on the CPU
+    num_items: float | Tensor | None = None  # what the loss is a mean over, if not samples
+    extras: dict[str, Any] | None = None  # other entries of a returned mapping
+    has_items_entry: bool = False  # the mapping has "num_items"
+
+    @classmethod
+    def parse(cls, output: Any) -> StepOutput:
+        """Takes a step's output apart, or raises an error that names what is wrong with it."""
+        is_mapping = isinstance(output, Mapping)
+        loss = output.get("loss") if is_mapping else output
+        if not isinstance(loss, Tensor):
+            raise NoLossError(output)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"Expected a loss of one element, got shape {tuple(loss.shape)}. "
+                "Take its mean over the samples."
+            )
+        items = output.get("num_items") if is_mapping else None
+        items = getattr(loss, "num_items", None) if items is None else items
+        is_one = isinstance(items, Tensor) and items.numel() == 1
+        if not (items is None or is_one or isinstance(items, int | float)):
+            got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
+            raise TypeError(
+                f"Expected num_items to be a number or a tensor of one element, got {got}. Give "
+                "the number of items that the loss is a mean over."
+            )
+        if not is_mapping:
+            return cls(loss, loss.detach(), items)
+        extras = {k: v for k, v in output.items() if k not in ("loss", "num_items")}
+        return cls(loss, loss.detach(), items, extras, "num_items" in output)
+
+
+def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
+    """The replicas' item counts, or None where the losses are means over samples.
+
+    The calling thread waits once for counts that lie on accelerators.
+    """
+    if counts.count(None) == len(counts):
+        return None
+    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
+    device = scalar_device(tensors, torch.device("cpu"))
+    values = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else ())
+    known = [next(values) if isinstance(count, Tensor) else count for count in counts]
+    agreed = [n for n in known if n is not None and math.isfinite(n) and n >= 0]
+    if len(agreed) < len(counts):
+        raise ValueError(
+            f"Expected finite num_items of at least 0 from every replica, got {known}. Give it for "
+            "every shard: the number of items that the loss is a mean over."
+        )
+    return agreed
+
+
+def loss_weights(
+    sizes: Sequence[int], reduction: LossReduction, num_items: Sequence[float] | None = None
+) -> list[float]:
+    """The weight of each replica's loss in the joint loss: 1 in a sum, n_i / sum(n) in a mean.
+
+    Item counts, if given, take the place of the sizes, unless all of them are 0.
+
+    Example:
+        >>> loss_weights([3, 1], "mean"), loss_weights([3, 1], "mean", num_items=[0, 7])
+        ([0.75, 0.25], [0.0, 1.0])
+    """
+    if reduction == "sum":
+        return [1.0] * len(sizes)
+    counts = num_items if num_items is not None and any(num_items) else sizes
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+@torch.no_grad()
+def join_losses(
+    losses: Sequence[Tensor], weights: Sequence[float], output_device: torch.device
+) -> Tensor:
+    """The value sum(w_i * loss_i) on the output device.
+
+    A loss of weight 0 is left out, even if it is NaN.
+
+    Example:
+        >>> losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
+        >>> join_losses(losses, [1.0, 0.0], torch.device("cpu"))
+        tensor(1.)
+    """
+    device, joint = scalar_device(losses, output_device), None
+    for loss, weight in zip(losses, weights, strict=True):
+        if weight:
+            value = loss.to(device)
+            joint = value * weight if joint is None else joint.add(value, alpha=weight)
+    assert joint is not None
+    return joint.to(output_device)

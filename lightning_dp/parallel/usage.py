@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,6 @@ from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
     peak_memory,
-    replica_names,
     reset_peak_memory,
 )
 from lightning_dp.parallel.split import Sizes, StepUsage
@@ -50,23 +49,16 @@ class DeviceUsage:
 
 
 class UsageMeter:
-    """Adds up what the devices do; once it `is_watched`, measures every training step, too.
+    """Measures every training step, once it `is_watched`.
 
     On accelerators, a replica's seconds are those between events at both ends of its forward and of
     its backward; simulated devices count them themselves (`busy_clock`). On the CPU they are those
     that its worker spent in its calls. Each measured step resets the devices' peaks of memory.
-
-    Attributes:
-        names: the replicas' names.
-        usage: per replica, since the engine was made.
-        kind: name of the latest training call.
-        is_watched: whether every training step is measured from now on.
     """
 
-    def __init__(self, devices: Sequence[torch.device], process: int | None = None) -> None:
-        self.names = replica_names(devices, process)
-        self.usage = list(map(DeviceUsage, devices, self.names))
-        self.kind, self.is_watched = "", False
+    is_watched = False
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         self._peaks = [0] * len(self._devices)  # before the latest reset
         self._running: _Step | None = None
@@ -74,22 +66,18 @@ class UsageMeter:
         self._latest: StepUsage | None = None
         self._untaken: deque[StepUsage] = deque(maxlen=KEPT_STEPS)
 
-    # One step
+    # One step; where it is not watched, nothing happens
 
-    def start(self, sizes: Sizes) -> None:
-        """Starts to measure a step with these samples, if steps are watched."""
+    def start(self, sizes: Sizes, tasks: Sequence[Task] = ()) -> None:
+        """Starts to measure a step with these samples, of which these are the forward's calls."""
         if self.is_watched:
             self._read_memory()
-            self._peaks = self._overall_peaks()
+            self._peaks = self.peaks()
             for device in set(self._devices):
                 reset_peak_memory(device)
-            self._running = _Step(self._devices, sizes)
-
-    def follow(self, tasks: Sequence[Task]) -> None:
-        """Counts what devices do in these calls as the step's work."""
-        spans = [] if self._running is None else self._running.spans
-        for task in tasks if spans else ():
-            task.spans = spans[task.replica]
+            self._running = step = _Step(self._devices, sizes)
+            for task in tasks if step.spans else ():
+                task.spans = step.spans[task.replica]
 
     @contextmanager
     def working(self, replicas: Sequence[int]) -> Iterator[None]:
@@ -103,32 +91,12 @@ class UsageMeter:
                 span.end()
                 of_device.append(span)
 
-    def add_forward(self, kind: str, sizes: Sizes, *, in_turns: bool) -> None:
-        """Counts the samples of a training call; `in_turns`: replicas ran one after another."""
-        self.kind = kind
-        for total, size in zip(self.usage, sizes, strict=True):
-            total.samples += size
+    def add_seconds(self, seconds: Mapping[int, float], *, in_turns: bool = False) -> None:
+        """Adds the seconds that workers spent; `in_turns`: replicas ran one after another."""
         if self._running is not None:
-            self._running.in_turns = in_turns
-
-    def take_back(self, sizes: Sizes) -> None:
-        """Subtracts the samples of a step that will run again."""
-        for total, size in zip(self.usage, sizes, strict=True):
-            total.samples -= size
-
-    def add_seconds(self, tasks: Sequence[Task]) -> None:
-        """Adds the seconds that workers spent in these calls."""
-        for task in tasks:
-            self.usage[task.replica].busy_seconds += task.seconds
-            if self._running is not None:
-                self._running.seconds[task.replica] += task.seconds
-
-    def add_alone(self, samples: int, seconds: float) -> None:
-        """Counts a training step that ran on the root without the engine."""
-        self.usage[0].samples += samples
-        self.usage[0].busy_seconds += seconds
-        if self._running is not None:
-            self._running.seconds[0] += seconds
+            self._running.in_turns |= in_turns
+            for k, spent in seconds.items():
+                self._running.seconds[k] += spent
 
     def stop(self) -> None:
         """Ends a step: all its work has been issued."""
@@ -160,12 +128,8 @@ class UsageMeter:
         self._untaken.clear()
         return taken
 
-    def read_peaks(self) -> None:
-        """Updates the totals' peaks of memory."""
-        for total, peak in zip(self.usage, self._overall_peaks(), strict=True):
-            total.peak_bytes = peak
-
-    def _overall_peaks(self) -> list[int]:
+    def peaks(self) -> list[int]:
+        """The devices' peaks of memory, of all steps."""
         return list(map(max, self._peaks, map(peak_memory, self._devices)))
 
     def _read_memory(self) -> None:

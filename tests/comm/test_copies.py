@@ -101,7 +101,7 @@ def test_no_device_holds_another_replicas_activations(
         reset_peak_memory(device)
     engine.train("training_step", engine.scatter(torch.randn(3000, 8))).backward()
     engine.close()
-    peaks = [usage.peak_bytes for usage in engine.meter.usage]
+    peaks = [usage.peak_bytes for usage in engine.usage]
     assert min(peaks) > 0 and max(peaks) / min(peaks) < 1.15
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -96,7 +97,7 @@ def test_each_event_is_logged_with_numbers(room: Any, caplog: Any) -> None:
     records = [r for r in caplog.records if r.name == "lightning_dp"]
     assert records and records[0].levelno == logging.WARNING
     text = records[0].getMessage()
-    assert "sim:1 with 12 of 25 samples" in text and "in use" in text
+    assert re.search(r"sim:1 with \d+ of 25 samples.*run again", text)
 
 
 @pytest.mark.parametrize("make", [Wide, WideInBackward])
@@ -104,7 +105,7 @@ def test_when_no_split_fits_the_error_says_where_it_ran_out(make: Any, room: Any
     for device in (0, 1):
         room(device, SMALL + 3 * PARAMETERS * (device == 0))  # the root holds the sums too
     job = trainer(2, DataParallelStrategy(), precision="64-true", max_steps=1, max_epochs=-1)
-    with pytest.raises(torch.OutOfMemoryError, match=r"sim:[01] with 40 of 80 samples") as caught:
+    with pytest.raises(torch.OutOfMemoryError, match=r"sim:[01] with \d+ of 80 samples") as caught:
         job.fit(make(), loader(80, 80), loader(2))
     assert "Make the batch smaller" in str(caught.value) and "said: " in str(caught.value)
 

@@ -151,7 +151,7 @@ def test_in_python(do: Callable[[], Any], names: tuple[str, ...]) -> None:
 
 def test_a_strategy_of_the_other_package_is_named() -> None:
     pl = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(ValueError, match="DataParallelStrategy.* for a Trainer of lightning>"):
+    with pytest.raises(ValueError, match=r"DataParallelStrategy.* for a Trainer of lightning>"):
         pl.Trainer(strategy=DataParallelStrategy(), accelerator="cpu", devices=2, logger=False)
 
 

@@ -11,7 +11,7 @@ import torch
 from support.oracle import devices_of
 from torch import Tensor, nn
 
-from lightning_dp.parallel.reduce import backward as backward_room
+from lightning_dp.parallel.reduce import reducer
 from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel
 
@@ -100,7 +100,7 @@ def test_after_a_backward_or_a_sum_that_failed(
         if error is ValueError:
             Failing.is_due = True
         else:
-            patch.setattr(backward_room, "reduce_gradients", interrupted)
+            patch.setattr(reducer, "reduce_gradients", interrupted)
         backward()
     assert not Failing.is_due
     check_steps(net, backward)

@@ -12,7 +12,6 @@ from support.forward_twins import EXACT
 from support.oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 
-from lightning_dp.parallel.reduce import reduce_gradients
 from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.usefixtures("on")
@@ -126,25 +125,3 @@ def test_gradients_and_updates_are_those_of_one_device(
     actual = train(net, lambda x: engine.train("training_step", x), optimizer, backwards)
     engine.close()
     assert_as_one_device(kind, actual, net, optimizer, backwards)
-
-
-def test_a_gradient_takes_the_strides_of_its_parameter() -> None:
-    """Of replicas that the root has none of, whatever strides they have."""
-    weight = torch.randn(2, 3, 4, 5)
-    roots = {
-        "dense": nn.Parameter(weight.to(memory_format=torch.channels_last)),
-        "contiguous": nn.Parameter(weight.clone()),
-        "with gaps": nn.Parameter(torch.randn(2, 3, 4, 10)[..., ::2]),
-        "expanded": nn.Parameter(torch.randn(2, 1, 4, 5).expand(2, 3, 4, 5)),
-    }
-    for name, root in roots.items():
-        for order in ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 3, 1)):
-            twin = nn.Parameter(torch.empty(2, 3, 4, 5))
-            back = sorted(range(4), key=order.__getitem__)
-            twin.grad = weight.permute(order).contiguous().permute(back)
-            root.grad = None
-            reduce_gradients([[root], [twin]])
-            alone = root.detach().requires_grad_()
-            (alone * weight).sum().backward()
-            assert torch.equal(root.grad, alone.grad), name
-            assert root.grad.stride() == alone.grad.stride(), name

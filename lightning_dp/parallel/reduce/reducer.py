@@ -1,34 +1,51 @@
 """Reducer: brings gradients and buffers from the replicas to the root, at the right time.
 
-Gradients are summed, not averaged: the losses' weights are already in them. With several processes
-the ranks' sum follows the local one.
+A joint loss is sum(w_i * loss_i), so gradients are summed, not averaged: the weights are already in
+them. `JointBackward` is its backward, each run of which is a `Backward`, with commit and abort.
+
+[Note: one backward per replica on the CPU] Autograd runs a joint backward of CPU graphs on the
+calling thread, so K replicas would queue. Each replica's backward therefore runs in its own worker.
+Accelerators have an autograd thread per device: there one joint backward runs them all at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.comm import can_be_packed
-from lightning_dp.parallel.reduce.backward import Backward
-from lightning_dp.parallel.reduce.gradients import GRAD, reduce_gradients
-from lightning_dp.parallel.reduce.loss import JointBackward, wait_for_autograd
-from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.apply import Task
+from lightning_dp.parallel.comm import are_accelerators, gradients_on, on_streams, side_streams
+from lightning_dp.parallel.reduce.buffers import Buffers, BufferSnapshot, reduce_buffers
+from lightning_dp.parallel.reduce.overlap import Overlap
+from lightning_dp.parallel.replicate import BufferCopies, Replicas
 from lightning_dp.parallel.scatter import Shards
-from lightning_dp.parallel.torch_private import copy_to_each, is_in_backward
+from lightning_dp.parallel.torch_private import (
+    add_to_each,
+    hooked,
+    is_in_backward,
+    keeps_graph,
+    put_hooks_back,
+    take_hooks_off,
+    will_run,
+)
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
 
-Buffers: TypeAlias = Literal["first", "mean"]
-BUFFERS: tuple[Buffers, ...] = ("first", "mean")
+Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
+"""A method that runs the replicas' backwards, given the joint loss's gradient and whether graphs
+are kept."""
 
-_FORM = attrgetter("shape", "dtype", "device")
+_GRAD: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Reducer:
@@ -43,9 +60,11 @@ class Reducer:
     Attributes:
         backward: the one that runs, or has failed.
         rank_samples: of the step whose buffers the ranks have to exchange.
+        can_restore: whether the root's buffers of the present step's beginning are known.
     """
 
     overlaps = True  # gradients leave accelerators while the backward runs
+    can_restore = False
 
     def __init__(
         self,
@@ -56,18 +75,24 @@ class Reducer:
     ) -> None:
         self._replicas, self._devices = replicas, devices
         self._policy, self._world = buffers, world
+        # Where memory can run out, what a step has written must be put back.
+        self._can_fail = any(device.type != "cpu" for device in devices)
+        self._snapshot = BufferSnapshot()
         self._forward: Shards | None = None  # of a step whose buffers are still the replicas'
         self.backward: Backward | None = None
         self.rank_samples: Sequence[int] | None = None
 
-    def close(self) -> None:
-        """Ends what is open, in this process alone: after an error the others do not come."""
-        self._world = self.rank_samples = None
-        self.settle()
+    # One step
 
-    def root_keeps_its_buffers(self, shards: Shards) -> bool:
-        """Whether the root's buffers stay: it is replica 0, the first one with samples."""
-        return self._policy == "first" and bool(shards.sizes[0])
+    def begin_step(self, shards: Shards, *, training: bool) -> BufferCopies:
+        """Ends the step before; returns which buffers the replicas get."""
+        self.settle()
+        if not training:
+            return "changed"
+        if self._can_fail:
+            self._snapshot.take(self._replicas.root_buffers)
+            self.can_restore = True
+        return "read" if self._root_keeps_its_buffers(shards) else "all"
 
     def after_forward(self, shards: Shards) -> None:
         """Notes whose buffers the root gets, after the backward or before the next step.
@@ -77,18 +102,18 @@ class Reducer:
         """
         self._forward = shards
         rows = self._replicas.parameters
-        if {*map(GRAD, chain.from_iterable(rows[1:]))} - {None}:
-            reduce_gradients(rows, self._replicas.packing)
+        if {*map(_GRAD, chain.from_iterable(rows[1:]))} - {None}:
+            reduce_gradients(rows)
         if not torch.is_grad_enabled():
             self.take_buffers()
 
-    def begin(self, joint: JointBackward, gradient: Tensor, *, can_fail: bool) -> None:
-        """A backward begins; if it can fail for lack of memory, it can be undone."""
-        overlapping: Sequence[int] = ()
-        if can_fail and self.overlaps:
-            overlapping = joint.shards.active if joint.crosses else [k for k, *_ in joint.parts]
+    def begin(self, joint: JointBackward, gradient: Tensor) -> None:
+        """A backward begins."""
+        filled: Sequence[int] = ()
+        if self._can_fail and self.overlaps:
+            filled = joint.shards.active if joint.crosses else [k for k, *_ in joint.parts]
         self.backward = Backward(
-            self._replicas, gradient, overlapping, can_be_undone=can_fail, world=self._world
+            self._replicas, gradient, filled, can_be_undone=self._can_fail, world=self._world
         )
 
     def commit(self) -> None:
@@ -100,12 +125,17 @@ class Reducer:
         if self.rank_samples is not None:
             self._exchange_buffers()
 
+    def abort(self) -> None:
+        """The backward has failed; it stays known until `undo` or `settle`."""
+        if self.backward is not None:
+            self.backward.abort()
+
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
+        self._discard()
         self._forward = None
-        if self.backward is not None:
-            self.backward.discard()
-            self.backward = None
+        if self.can_restore:
+            self._snapshot.restore()
 
     def settle(self) -> None:
         """Ends a step whose backward did not run or has failed."""
@@ -113,12 +143,27 @@ class Reducer:
             if is_in_backward():  # a checkpoint calls the module again
                 return
             wait_for_autograd(self._devices)
-            self.backward.discard()
-            self.backward = None
+            self._discard()
         if self._forward is not None:
             self.take_buffers()
         if self.rank_samples is not None:
             self._exchange_buffers()
+
+    def close(self) -> None:
+        """Ends what is open, in this process alone: after an error the others do not come."""
+        self._world = self.rank_samples = None
+        self.settle()
+
+    def _discard(self) -> None:
+        if self.backward is not None:
+            self.backward.discard()
+            self.backward = None
+
+    # Buffers
+
+    def _root_keeps_its_buffers(self, shards: Shards) -> bool:
+        """Whether the root's buffers stay: it is replica 0, the first one with samples."""
+        return self._policy == "first" and bool(shards.sizes[0])
 
     def take_buffers(self) -> None:
         """Gives the root the buffers of a step, if it has not got them.
@@ -128,9 +173,7 @@ class Reducer:
         shards, self._forward = self._forward, None
         if shards is None:
             return
-        if self._replicas.max_norm_embeddings:
-            self._replicas.copy_back_renormalized_rows(shards.active)
-        if not self.root_keeps_its_buffers(shards):
+        if not self._root_keeps_its_buffers(shards):
             buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._policy)
@@ -141,80 +184,328 @@ class Reducer:
         if samples is None or self._world is None:
             return
         root = self._replicas.buffers_of_steps[0]
-        if self._policy == "mean":
-            pairs = zip(self._world.all_gather_objects(root, "its buffers"), samples, strict=True)
-            ranks = [(buffers, n) for buffers, n in pairs if n]
-        else:
-            first = next(rank for rank, n in enumerate(samples) if n)
-            ranks = [(self._world.broadcast(root, first), 1)]
-        reduce_buffers(root, [row for row, _ in ranks], [n for _, n in ranks], self._policy)
+        rows = zip(self._world.all_gather_objects(root, "its buffers"), samples, strict=True)
+        worked = [(row, n) for row, n in rows if n]
+        reduce_buffers(root, [row for row, _ in worked], [n for _, n in worked], self._policy)
 
 
-# Buffers
+# The joint loss
 
 
-@torch.no_grad()
-def reduce_buffers(
-    root: Sequence[Tensor | None],
-    replicas: Sequence[Sequence[Tensor | None]],
-    sizes: Sequence[int],
-    policy: Buffers,
-) -> None:
-    """Gives the root the buffers that a training step left on the replicas that worked.
+class JointBackward:
+    """The backward of a joint loss. Only it holds the replicas' graphs, and frees them on OOM.
 
-    By policy those of the first of these, or the mean of all, weighted by their samples (what has
-    no mean, such as integers or tensors of several shapes, keeps those of the first). Version
-    counters stay, so that graphs stay usable. A root buffer of another shape or dtype is replaced.
+    Losses of weight 0 are left out: the gradient of a mean over nothing would be NaN.
+
+    Args:
+        name: of the step, for errors.
+        shards: the batch.
+        parts: replicas, their losses, and the weights of these in the joint loss.
+        run: a method, held weakly: a graph that reaches its own holder is never freed.
+        devices: accelerators, on whose present current streams the backward runs.
+        crosses: whether one replica's graph continues in another's, so that they cannot run alone.
     """
-    weights = [n / sum(sizes) for n in sizes]
-    for i, target in enumerate(root):
-        values = [value for replica in replicas if (value := replica[i]) is not None]
-        if target is None or not values:
-            continue
-        value = values[0].to(target.device)
-        are_alike = all(other.shape == value.shape for other in values)
-        if policy == "mean" and value.is_floating_point() and are_alike:
-            value = _mean(torch.stack([v.to(target.device) for v in values]), weights)
-        write_without_trace(target, value)
+
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        parts: Iterable[tuple[int, Tensor, float]],
+        run: Run,
+        devices: Sequence[torch.device],
+        *,
+        crosses: bool = False,
+    ) -> None:
+        self.name, self.shards, self.crosses = name, shards, crosses
+        self.parts = [(k, loss, w) for k, loss, w in parts if w != 0 and loss.requires_grad]
+        self._run = weakref.WeakMethod(run)
+        self._streams = side_streams(devices) if devices else []
+
+    def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
+        """A loss of the same value whose backward is this one.
+
+        It is a function of the requested parameters, so that a backward for these alone, which is
+        refused, gets here.
+        """
+        return _joint_loss(joint.detach().requires_grad_(), self, *requested_parameters)
+
+    def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
+        """Runs it by the engine's method."""
+        run = self._run()
+        if run is None:
+            raise RuntimeError("Expected a loss whose engine still exists, got one that is gone.")
+        try:
+            # Autograd's thread has other current streams.
+            with on_streams(self._streams) if self._streams else nullcontext():
+                run(self, gradient, keep_graph)
+        except torch.OutOfMemoryError:
+            self.parts.clear()
+            self.shards.parts.clear()
+            raise
+
+    def tasks(
+        self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
+    ) -> list[Task]:
+        """The replicas' backwards, see the note."""
+        tasks = []
+        for k, loss, weight in self.parts:
+            backward = partial(loss.backward, gradient * weight, retain_graph=keep_graph)
+            tasks.append(Task(k, devices[k], backward, partial(self.shards.place, "backward", k)))
+        return tasks
+
+    def run_together(self, gradient: Tensor, keep_graph: bool) -> None:
+        """One backward of all graphs."""
+        losses = [loss for _, loss, _ in self.parts]
+        # Autograd makes a new gradient for each backward: this thread need not wait for its copies.
+        gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
+        torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
 
 
-def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """The mean along dim 0; where all are equal, their value: constants collect no rounding."""
-    terms = [value * weight for value, weight in zip(values, weights, strict=True)]
-    return torch.where(values.eq(values[0]).all(0), values[0], torch.stack(terms).sum(0))
+class _JointLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Tensor, backward: JointBackward, *requested: Tensor) -> Tensor:
+        ctx.joint_backward = backward
+        ctx.num_inputs = 2 + len(requested)
+        return joint.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Expected a backward without create_graph=True on the joint loss: the sums of the "
+                "replicas' gradients have no graph. Take second derivatives inside training_step, "
+                "where torch.autograd.grad(..., create_graph=True) works on every replica."
+            )
+        leaf, _ = ctx.next_functions[0]  # leaves come first in the graph
+        if not will_run(leaf):
+            raise RuntimeError(
+                "Expected loss.backward() for all parameters of the module, got inputs=... or "
+                "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
+                "gradients inside training_step, use manual optimisation, where "
+                "self.manual_backward(loss, inputs=...) works, or "
+                'DataParallelStrategy(mode="forward").'
+            )
+        ctx.joint_backward(gradient, keeps_graph())
+        return (None,) * int(ctx.num_inputs)
 
 
-class BufferSnapshot:
-    """The values of buffers at one moment. Its memory is kept, and copied to in few kernels."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._forms: list[Any] = []
-
-    @torch.no_grad()
-    def take(self, buffers: Sequence[Tensor | None]) -> None:
-        """Copies the buffers."""
-        self._buffers = [buffer for buffer in buffers if buffer is not None]
-        forms = list(map(_FORM, self._buffers))
-        if self._buffers and forms == self._forms and all(map(can_be_packed, self._buffers)):
-            copy_to_each(self._values, self._buffers)
-        else:
-            self._forms, self._values = forms, [buffer.clone() for buffer in self._buffers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Gives the buffers their values back; version counters stay, as batch norm leaves them."""
-        for buffer, value in zip(self._buffers, self._values, strict=True):
-            write_without_trace(buffer, value)
+_joint_loss: Callable[..., Tensor] = _JointLoss.apply
 
 
-def write_without_trace(buffer: Tensor, value: Tensor) -> None:
-    """Gives a buffer a value, if need be with its shape and dtype, so that no version counts it."""
-    if buffer is value:
+def wait_for_autograd(devices: Sequence[torch.device]) -> None:
+    """Waits until autograd's threads are done with a backward that has failed.
+
+    Autograd raises the first error while the threads of other devices still work. A small backward
+    of all devices queues behind their work: in a new thread it has the lowest sequence numbers,
+    which come last. Never call it inside a backward, whose own thread would wait for itself.
+    """
+
+    def pass_through() -> None:
+        ends = [torch.zeros(0, device=device, requires_grad=True) for device in others]
+        clones = [end.clone() for end in ends]
+        torch.autograd.grad(clones, ends, [torch.zeros_like(end) for end in ends])
+
+    if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
+        # A daemon thread, not a pool's, which the interpreter's exit would wait for.
+        thread = threading.Thread(target=pass_through, name="dp-autograd", daemon=True)
+        thread.start()
+        while thread.is_alive():  # on Windows, Ctrl-C cannot interrupt a longer wait
+            thread.join(0.5)
+
+
+# One backward
+
+
+class Backward:
+    """Made when a backward begins; `commit` ends it, or after an error `abort` and `discard`.
+
+    While it runs, the hooks of the root's parameters are off: autograd would call them with the
+    root's part of the gradient. `commit` calls them with the sums, also while gradients accumulate.
+
+    Args:
+        replicas: the root and its replicas.
+        gradient: of the joint loss.
+        filled: the replicas whose gradients may leave while it runs; empty if none may.
+        can_be_undone: whether it may run out of memory and be run again.
+        world: the processes, whose gradients are added to the local sums.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        gradient: Tensor,
+        filled: Sequence[int],
+        *,
+        can_be_undone: bool,
+        world: World | None,
+    ) -> None:
+        self.gradient = gradient
+        self._rows, self._world = replicas.parameters, world
+        root = self._rows[0]
+        self._hooks = SuspendedHooks(root)
+        # What earlier backwards have left, where it must not be mixed with this one's sums.
+        self._earlier: StashedGradients | None = None
+        if can_be_undone or self._hooks or world is not None:
+            self._earlier = StashedGradients(root)
+        self._overlap: Overlap | None = None
+        if 0 in filled and not self._hooks:  # else no sums grow on the root
+            rows = [*{id(row): row for row in map(replicas.parameters_of, filled)}.values()]
+            devices = list(dict.fromkeys(row[0].device for row in rows))
+            if len(devices) > 1 and are_accelerators(devices):
+                self._overlap = Overlap(rows, replicas.packing)
+
+    def commit(self) -> None:
+        """Brings the sums to the root: of the replicas, then of all ranks."""
+        if self._overlap is not None:
+            self._overlap.end()
+        if len(self._rows) > 1:
+            reduce_gradients(self._rows)
+        if self._overlap is not None:
+            self._overlap.take_sums()
+        if self._world is not None:
+            from lightning_dp.parallel.processes import sum_gradients
+
+            sum_gradients(self._rows[0], self._world)
+        self._hooks.put_back()
+        self._hooks.call_with_gradients()
+        if self._earlier is not None:  # until here it could still be undone
+            self._earlier.add()
+            self._earlier = None
+        self._hooks.call_after_accumulation()
+
+    def abort(self) -> None:
+        """Gives the root its earlier gradients and its hooks back, once.
+
+        From here on the caller may change them. It waits for nothing: this may be one of autograd's
+        threads.
+        """
+        if self._earlier is not None:
+            self._earlier.put_back()
+            self._earlier = None
+        self._hooks.put_back()
+
+    def discard(self) -> None:
+        """Drops what it has left on the replicas; autograd's threads have to be done."""
+        self.abort()
+        if self._overlap is not None:
+            self._overlap.cancel()
+        clear_gradients(chain.from_iterable(self._rows[1:]))
+
+
+class StashedGradients:
+    """The gradients of earlier backwards, set aside while another backward fills `.grad`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._earlier = list(map(_GRAD, self._parameters))
+        clear_gradients(self._parameters)
+
+    def put_back(self) -> None:
+        """Only the earlier gradients remain."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+
+    def add(self) -> None:
+        """Adds the new gradients to the earlier ones, in place, as accumulation does."""
+        new = list(map(_GRAD, self._parameters))
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier
+        _add(list(self._earlier), new)
+
+
+class SuspendedHooks:
+    """Takes the hooks of parameters off them until `put_back`: autograd calls none of them."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._hooks = [(parameters[i], take_hooks_off(parameters[i])) for i in hooked(parameters)]
+        self._are_off = True
+        self._filled: set[int] = set()  # ids of the parameters that have got gradients
+
+    def __len__(self) -> int:
+        """How many parameters have hooks."""
+        return len(self._hooks)
+
+    def put_back(self) -> None:
+        """Autograd calls them again."""
+        for parameter, hooks in self._hooks if self._are_off else ():
+            put_hooks_back(parameter, hooks)
+        self._are_off = False
+
+    def call_with_gradients(self) -> None:
+        """Calls the tensors' hooks with their new gradients, which they may replace."""
+        for parameter, hooks in self._hooks:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            self._filled.add(id(parameter))
+            for hook in (hooks.on_gradient or {}).values():
+                answer = hook(gradient)
+                gradient = gradient if answer is None else answer
+            parameter.grad = gradient
+
+    def call_after_accumulation(self) -> None:
+        """Calls the hooks that see the parameter once its gradient has been accumulated."""
+        for parameter, hooks in self._hooks:
+            if id(parameter) in self._filled:
+                for hook in (hooks.on_parameter or {}).values():
+                    hook(parameter)
+
+
+# Sums
+
+
+def reduce_gradients(parameters: Sequence[Sequence[Tensor]]) -> None:
+    """Adds the replicas' gradients to the root's, in place, and clears theirs.
+
+    A parameter without a gradient on any replica keeps None.
+
+    Args:
+        parameters: of each replica, the root's first.
+    """
+    root, others = parameters[0], parameters[1:]
+    if not root:
         return
-    is_expanded = buffer.layout is torch.strided and 0 in buffer.stride()  # cannot be written to
-    if _FORM(buffer) == _FORM(value) and not is_expanded:
-        buffer.data.copy_(value)
-    else:
-        buffer.data = value.clone()
+    before = list(map(_GRAD, root))
+    sums = list(before)
+    for replica in others:
+        row, device = list(map(_GRAD, replica)), root[0].device
+        _add(sums, row if replica[0].device == device else gradients_on(device, row))
+        clear_gradients(replica)
+    for parameter, total, old in zip(root, sums, before, strict=True):
+        if total is not old:
+            parameter.grad = total
+
+
+def _add(sums: list[Tensor | None], row: Sequence[Tensor | None]) -> None:
+    """Adds gradients to the sums; where there is no sum yet, the gradient becomes it."""
+    pairs = []
+    for i, gradient in enumerate(row):
+        total = sums[i]
+        if total is None:
+            sums[i] = gradient
+        elif gradient is not None:
+            pairs.append((total, gradient))
+    # foreach refuses tensors that are computed when they are read.
+    if any([t.is_conj() or t.is_neg() for t in chain.from_iterable(pairs)]):
+        for total, gradient in pairs:
+            total.add_(gradient)
+    elif pairs:
+        add_to_each([total for total, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def clear_gradients(parameters: Iterable[Tensor]) -> None:
+    """Sets gradients to None."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """While it lasts, torch uses no team of OpenMP threads: they would spin beside the workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

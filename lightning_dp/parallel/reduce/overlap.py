@@ -1,0 +1,112 @@
+"""Sums of gradients between accelerators, while the backward runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dp.parallel.comm import Packing, current_stream, wait_for_copies
+from lightning_dp.parallel.torch_private import is_alone_in_memory
+
+
+class Overlap:
+    """Sends buckets of gradients to the root while the backward fills others.
+
+    A hook of every parameter counts. When a replica has all gradients of a bucket, they are taken
+    off its parameters; when all replicas have them, the bucket goes up the chain. What a parameter
+    gets after that (in a second checkpoint, say) is added at the end, as are buckets that stay
+    incomplete. Autograd calls hooks in one thread per device, hence the lock.
+
+    Args:
+        rows: the parameters of the replicas that the backward fills; the root's are the first.
+        packing: their buckets.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Tensor]], packing: Packing) -> None:
+        self._rows, self._packing = rows, packing
+        self._devices = list(dict.fromkeys(row[0].device for row in rows))
+        self._lock = threading.Lock()
+        # By bucket and replica: what has no gradient yet, and the streams that wrote the others.
+        self._missing: dict[tuple[int, int], set[int]] = {}
+        self._streams: dict[tuple[int, int], set[torch.Stream]] = {}
+        self._taken: dict[int, dict[int, tuple[list[Tensor], torch.Event]]] = {}
+        self._handles: list[RemovableHandle] = []
+        for j, bucket in enumerate(packing.buckets):
+            if not all([p.is_leaf and p.requires_grad for row in rows for p in bucket.of(row)]):
+                continue
+            for r, row in enumerate(rows):
+                self._missing[j, r], self._streams[j, r] = {*bucket.order}, set()
+                for i in bucket.order:
+                    count = partial(self._count, j, r, i)
+                    self._handles.append(row[i].register_post_accumulate_grad_hook(count))
+
+    def _count(self, j: int, r: int, i: int, parameter: Tensor) -> None:
+        """A hook: replica r has accumulated the gradient of position i, in bucket j."""
+        missing = self._missing.get((j, r))
+        if missing is None:  # the bucket has left
+            return
+        here, streams = current_stream(parameter.device), self._streams[j, r]
+        streams.add(here)
+        missing.discard(i)
+        if missing:
+            return
+        del self._missing[j, r]
+        bucket = self._packing.buckets[j]
+        parameters = bucket.of(self._rows[r])
+        gradients = [p.grad for p in parameters]
+        if not bucket.is_whole(gradients):
+            return
+        for stream in streams - {here}:
+            here.wait_stream(stream)
+        # The root's are summed in place: autograd may still read those of which it has a view.
+        gradients = [g if r > 0 or is_alone_in_memory(g) else g.clone() for g in gradients]
+        ready = here.record_event()
+        for p in parameters:
+            p.grad = None
+        with self._lock:
+            by_replica = self._taken.setdefault(j, {})
+            by_replica[r] = gradients, ready
+            if len(by_replica) == len(self._rows):
+                taken = [by_replica[k] for k in range(len(by_replica))]
+                self._packing.add_up(j, [row for row, _ in taken], [e for _, e in taken])
+
+    def end(self) -> None:
+        """The backward has ended: gradients that have not left are their parameters' again."""
+        self._unhook()
+        for j, by_replica in list(self._taken.items()):
+            if len(by_replica) < len(self._rows):
+                for r in by_replica:
+                    self._put_back(j, r)
+                del self._taken[j]
+
+    def take_sums(self) -> None:
+        """Gives the root the sums; its current stream waits for them."""
+        wait_for_copies(self._devices)
+        for j in self._taken:
+            self._put_back(j, 0)
+        self._taken.clear()
+
+    def cancel(self) -> None:
+        """Drops the gradients of a backward that has failed, once copies have read them."""
+        self._unhook()
+        wait_for_copies(self._devices)
+        self._taken.clear()
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._missing.clear()
+
+    def _put_back(self, j: int, r: int) -> None:
+        """Gives a replica its gradients back, and adds what its parameters have got since then."""
+        gradients, _ = self._taken[j][r]
+        parameters = self._packing.buckets[j].of(self._rows[r])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+            parameter.grad = gradient

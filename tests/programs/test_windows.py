@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.programs import ROOT
 
 WITHOUT = """
 import asyncio, ctypes, multiprocessing.util, os, platform, signal, sys, warnings

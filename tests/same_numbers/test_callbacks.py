@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
-    BatchSizeFinder,
-    DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
-    ModelSummary,
-    RichModelSummary,
-    RichProgressBar,
     StochasticWeightAveraging,
-    Timer,
 )
 from lightning.pytorch.loggers import Logger
 from support import oracle
@@ -137,13 +129,10 @@ def test_training_and_the_callbacks_state_are_those_of_one_device(name: str, mod
     assert_equal_trees(*states, "callbacks", **EXACT)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_checkpoints_are_the_same_files_with_the_same_contents(
-    devices: int, tmp_path: Path
-) -> None:
+def test_checkpoints_are_the_same_files_with_the_same_contents(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     found = []
-    for k in (devices, 1):
+    for k in (3, 1):
         folder = tmp_path / str(k)
         best = ModelCheckpoint(
             folder, "{epoch}-{step}", monitor="val/loss", save_top_k=2, save_last=True
@@ -157,20 +146,6 @@ def test_checkpoints_are_the_same_files_with_the_same_contents(
         found.append((saved, best.best_model_score, Path(best.best_model_path).name))
     assert len(found[1][0]) == 2 + 1 + 4
     assert_equal_trees(*found, "checkpoints", **EXACT)
-
-
-def test_device_stats_are_logged_for_the_same_times(on: str) -> None:
-    if on == "cpu":
-        pytest.importorskip("psutil")
-    keys = []
-    for devices in (3, 1):
-        logger = Memory()
-        options = {"accelerator": oracle.accelerator(), "logger": logger, "max_epochs": 1}
-        job = oracle.trainer(devices, callbacks=[DeviceStatsMonitor()], **options)
-        job.fit(Normalised(), loader(), loader())
-        keys.append([(step, sorted(metrics)) for step, metrics in logger.logged])
-    steps = [names for _, names in keys[0] if "on_train_batch_start" in names[0]]
-    assert keys[0] == keys[1] and len(steps) == 3
 
 
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
@@ -213,71 +188,6 @@ def test_the_learning_rate_finder_finds_the_same_rate(tmp_path: Path) -> None:
 
     torch.set_default_dtype(torch.float64)
     assert_as_one_device(found)
-
-
-@pytest.mark.parametrize("scaling", ["power", pytest.param("binsearch", marks=pytest.mark.slow)])
-def test_the_batch_size_finder_finds_the_same_size(scaling: str, tmp_path: Path) -> None:
-    class Sized(Normalised):
-        batch_size = 2
-
-        def train_dataloader(self) -> Any:
-            return loader(n=64, batch_size=self.batch_size)
-
-        val_dataloader = train_dataloader
-
-    def found(devices: int) -> Any:
-        finder = BatchSizeFinder(mode=scaling, steps_per_trial=1, max_trials=3)
-        module = Sized()
-        options = {"max_epochs": 1, "default_root_dir": tmp_path}
-        oracle.trainer(devices, callbacks=[finder], **options).fit(module)
-        return module.batch_size, finder.optimal_batch_size, module.state_dict()
-
-    torch.set_default_dtype(torch.float64)
-    assert assert_as_one_device(found)[0] > 2
-
-
-def test_a_timer_stops_training_and_counts_its_stages() -> None:
-    timer = Timer(duration={"microseconds": 1})
-    job = oracle.trainer(3, callbacks=[timer], max_epochs=10, num_sanity_val_steps=0)
-    job.fit(Normalised(), loader(), loader())
-    assert job.global_step == 1
-    assert timer.time_elapsed("train") > 0
-
-
-@pytest.mark.parametrize("bar", [None, RichProgressBar])
-def test_progress_bars_show_the_same_numbers(bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    class Shown(Normalised):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("shown", loss, prog_bar=True)
-            return loss
-
-    def shown(devices: int) -> dict[str, float]:
-        options: dict[str, Any] = {"callbacks": [bar()]} if bar else {}
-        job = oracle.trainer(devices, enable_progress_bar=True, max_epochs=1, **options)
-        job.fit(Shown(), loader(), loader())
-        return {key: float(value) for key, value in job.progress_bar_metrics.items()}
-
-    assert "shown" in assert_as_one_device(shown, atol=1e-5)
-    assert "shown" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", [ModelSummary, RichModelSummary])
-def test_summaries_are_those_of_the_module(kind: Any) -> None:
-    class Described(Normalised):
-        example_input_array = torch.zeros(4, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-    def text(devices: int) -> str:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            options = {"enable_model_summary": True, "callbacks": [kind(max_depth=2)]}
-            oracle.trainer(devices, max_epochs=1, **options).fit(Described(), loader(), loader())
-        return out.getvalue()
-
-    assert_as_one_device(text)
 
 
 # Hooks that change the module between steps

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from support import oracle
 from support.device_kinds import not_on_sim
@@ -27,10 +27,7 @@ from support.oracle import (
     samples,
 )
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
-
-from lightning_dp import DataParallelStrategy
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
@@ -138,65 +135,23 @@ class Resettable(Classifier):
     [
         {"limit_train_batches": 2, "limit_val_batches": 1},
         {"limit_train_batches": 0.5, "limit_val_batches": 0.7, "limit_test_batches": 0.4},
-        {"limit_predict_batches": 1, "limit_test_batches": 2},
         {"overfit_batches": 2},
-        {"overfit_batches": 0.4},
-        {"fast_dev_run": True},
         {"fast_dev_run": 2},
         {"max_steps": 4, "max_epochs": -1},
         {"min_epochs": 2, "max_epochs": 3, "check_val_every_n_epoch": 2},
         {"val_check_interval": 4, "check_val_every_n_epoch": None},
         {"num_sanity_val_steps": -1},
         {"reload_dataloaders_every_n_epochs": 1},
-        {"log_every_n_steps": 2},
-        {"inference_mode": False},
-        {"detect_anomaly": True},
-        {"use_distributed_sampler": False},
-        {"benchmark": False},
     ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_options_of_the_trainer(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     data = lambda: loader(shuffle=False)
     results = [run(Resettable, devices, data=data, **options) for devices in (3, 1)]
     assert_same(*results)
     assert results[0].trainer.global_step == results[1].trainer.global_step
-
-
-def test_barebones() -> None:
-    torch.set_default_dtype(torch.float64)
-
-    class Bare(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch)
-
-    def state(devices: int) -> Any:
-        module = Bare()
-        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
-        if devices == 3:
-            options = oracle.on_devices(devices, "dp_custom")
-        Trainer(barebones=True, max_epochs=2, **options).fit(module, loader(), loader())
-        return module.state_dict()
-
-    assert_as_one_device(state)
-
-
-def test_anomalies_are_found_in_the_replica_that_has_them() -> None:
-    class Anomalous(Classifier):
-        def loss(self, batch: Any) -> Tensor:
-            x, y = batch
-            hole = (self.net[0].bias * 0).sqrt()  # its derivative is NaN
-            return F.cross_entropy(self.net(x), y) + hole.sum()
-
-    job = oracle.trainer(3, detect_anomaly=True, max_epochs=1)
-    with pytest.raises(RuntimeError, match="returned nan values in its 0th output"):
-        job.fit(Anomalous(), loader(), loader())
 
 
 @pytest.mark.parametrize("on", ["cpu"], indirect=True)
@@ -222,32 +177,16 @@ def test_deterministic_runs_repeat_bit_by_bit(mode: str) -> None:
 STAGES = ("scatter", "replicate", "apply", "gather", "backward", "reduce")
 
 
-def profiled(profiler: Any) -> None:
-    strategy = DataParallelStrategy()
-    job = oracle.trainer(3, strategy, profiler=profiler, max_epochs=1)
-
-    module, data = Classifier(), loader()
-    job.fit(module, data, data)
-    job.test(module, data, verbose=False)
-
-
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
-def test_the_profiler_of_torch_sees_the_stages() -> None:
+def test_profilers_see_the_stages(tmp_path: Path) -> None:
+    fit = {"max_epochs": 1, "profiler": PyTorchProfiler(tmp_path, "profile")}
+    oracle.trainer(3, **fit).fit(Classifier(), loader(), loader())
+    assert "lightning_dp.apply" in (tmp_path / "fit-profile.txt").read_text()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        profiled(None)
+        oracle.trainer(3, max_epochs=1).fit(Classifier(), loader(), loader())
     counts = {event.key: event.count for event in profile.key_averages()}
-    for stage in STAGES:
-        assert counts[f"lightning_dp.{stage}"] >= 3, stage
-
-
-@pytest.mark.parametrize("kind", [PyTorchProfiler, AdvancedProfiler, SimpleProfiler])
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
-@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
-def test_profilers_of_lightning_work(kind: Any, tmp_path: Path) -> None:
-    profiled(kind(tmp_path, "profile"))
-    text = (tmp_path / "fit-profile.txt").read_text()
-    assert ("lightning_dp.apply" if kind is PyTorchProfiler else "training_step") in text
+    assert all(counts[f"lightning_dp.{stage}"] >= 3 for stage in STAGES)
 
 
 # Checkpoints

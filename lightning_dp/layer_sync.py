@@ -32,8 +32,7 @@ class ReplicaBatchNorm(LayerSync):
         if others:
             warnings.warn(
                 f"sync_batchnorm=True: expected layers with torch's own forward, got also "
-                f"{', '.join(sorted(others))}, which keep to the statistics of their shards. "
-                "Use torch's layers for statistics of the whole batch.",
+                f"{', '.join(sorted(others))}, which keep to the statistics of their shards.",
                 stacklevel=2,
             )
         return model

@@ -497,11 +497,6 @@ class DataParallelMixin(CheckpointMixin):
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 
     @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._resync()
-
-    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:

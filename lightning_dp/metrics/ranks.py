@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 
 from lightning_dp.lightning_private import results_of
-from lightning_dp.metrics.recorder import Call, LogCall, Records
+from lightning_dp.metrics.recorder import Records
 from lightning_dp.parallel.contexts import replaced
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
-
-_OF_PROCESSES = ("sync_dist", "sync_dist_group", "rank_zero_only")
-"""Options of `self.log` about processes: a value of all of them is everywhere the same."""
 
 
 def of_all_ranks(own: Records, world: World) -> Records:
@@ -25,19 +22,10 @@ def of_all_ranks(own: Records, world: World) -> Records:
 
     Every rank takes part in every step: no other rank knows whether it has recorded anything.
     """
-    sent = own._replace(calls=[list(map(_without_sync, calls)) for calls in own.calls])
-    parts = world.all_gather_objects(None if world.is_idle else sent, "the end of its step")
-    parts[world.rank] = None if world.is_idle else sent  # values may have a graph
-    return _concatenated([part for part in parts if part is not None])
-
-
-def _without_sync(call: Call) -> Call:
-    if not isinstance(call, LogCall) or call.options.keys().isdisjoint(_OF_PROCESSES):
-        return call
-    return call._replace(options={n: v for n, v in call.options.items() if n not in _OF_PROCESSES})
-
-
-def _concatenated(parts: Sequence[Records]) -> Records:
+    sent = None if world.is_idle else own
+    received = world.all_gather_objects(sent, "the end of its step")
+    received[world.rank] = sent  # whose values may have a graph
+    parts = [part for part in received if part is not None]
     order: list[Sequence[int]] = []
     begin = 0
     for part in parts:

@@ -31,7 +31,6 @@ from support.oracle import (
     run,
 )
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
 
 pytestmark = [
     pytest.mark.usefixtures("on", "one_thread"),
@@ -188,54 +187,3 @@ def test_the_learning_rate_finder_finds_the_same_rate(tmp_path: Path) -> None:
 
     torch.set_default_dtype(torch.float64)
     assert_as_one_device(found)
-
-
-# Hooks that change the module between steps
-
-
-class Changing(Normalised):
-    """Something is changed before the second batch of every epoch."""
-
-    change: Callable[[Any], None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop.p = 1.0 - 1e-12  # nothing is left, whoever draws the numbers
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            type(self).change(self)
-
-
-def normalise(module: Any) -> None:
-    if not hasattr(module.net[2], "parametrizations"):
-        torch.manual_seed(2)  # the power iteration begins with random vectors
-        parametrizations.spectral_norm(module.net[2])
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "rate": lambda m: setattr(m.drop, "p", 0.0),
-    "pruned": lambda m: prune.l1_unstructured(m.net[0], "weight", amount=0.2),
-    "normalised": normalise,
-    "hook": lambda m: m.net[1].register_forward_hook(lambda module, args, output: output * 0.9),
-    "pre-hook": lambda m: m.net[2].register_forward_pre_hook(lambda module, args: args[0] * 0.9),
-    "frozen": lambda m: m.net[0].requires_grad_(m.current_epoch % 2 == 1),
-    "replaced layer": lambda m: m.net.__setitem__(1, nn.ReLU()),
-    "replaced method": lambda m: setattr(m.drop, "forward", lambda x: x * 0.5),
-}
-
-
-@pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_a_hook_changes_is_seen_by_every_replica_in_the_next_step(
-    change: str, mode: str
-) -> None:
-    torch.set_default_dtype(torch.float64)
-    kind = type("Changing", (Changing,), {"change": staticmethod(CHANGES[change])})
-    several, one = (run(kind, devices, **options) for devices, options in counts(mode))
-    assert_same(several, one)
-    unchanged = run(type("Changing", (Changing,), {"change": id}), 1).module.state_dict()
-    changed = one.module.state_dict()
-    assert list(changed) != list(unchanged) or any(
-        not torch.equal(changed[name].cpu(), value) for name, value in unchanged.items()
-    )

@@ -6,22 +6,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from support.device_kinds import accelerator_count, not_repeated
 from support.oracle import (
-    EPOCHS,
     Classifier,
     accelerator,
     assert_same,
     devices_of,
     loader,
-    names_of,
     run,
-    samples,
     trainer,
 )
-from support.waiting import not_kept
 from torch import Tensor
 
 import lightning_dp
@@ -162,77 +158,6 @@ def test_transfer_hooks_run_once_for_the_batch_and_once_per_shard() -> None:
     assert calls[:1] == [("before", 25)]
     assert calls[1:] == [("transfer", 13), ("after", 13), ("transfer", 12), ("after", 12)]
     assert_same(run(Hooked, 3), run(Hooked, 1), atol=1e-6, rtol=1e-5)
-
-
-def fail_in(stage: str) -> type[Classifier]:
-    """A module that raises in one stage, for the shard that begins with sample 17."""
-
-    class CustomError(RuntimeError):
-        def __init__(self, code: int, text: str) -> None:
-            super().__init__(f"{text} ({code})")
-            self.code = code
-
-    class Failing(Classifier):
-        error = CustomError
-        armed = True
-
-        def check(self, here: str, x: Tensor) -> None:
-            if self.armed and here == stage and torch.equal(x[0].cpu(), samples()[17][0]):
-                raise CustomError(7, f"failed in {stage}")
-
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            self.check("transfer", batch[0])
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.check("training_step", batch[0])
-            loss = super().training_step(batch, batch_idx)
-            check = not_kept(self.check)
-            loss.register_hook(lambda gradient: check("backward", batch[0]))
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.check("validation_step", batch[0])
-            super().validation_step(batch, batch_idx)
-
-    return Failing
-
-
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
-@pytest.mark.parametrize("stage", ["training_step", "backward", "validation_step"])
-def test_an_exception_in_replica_2_arrives_once_and_leaves_nothing_behind(
-    stage: str, executor: str, on: str
-) -> None:
-    failures: list[BaseException] = []
-
-    class Watching(Callback):
-        def on_exception(self, job: Any, module: LightningModule, error: BaseException) -> None:
-            failures.append(error)
-
-    kind = fail_in(stage)
-    module = kind()
-    strategy = DataParallelStrategy(executor=executor)
-    job = trainer(3, strategy, callbacks=[Watching()], num_sanity_val_steps=0)
-    note = rf"in replica 2 on {names_of(3)[2]}, {stage}, samples 17 to 24 of 25"
-    if stage == "backward" and on != "cpu":  # autograd's thread of the device knows no replica
-        note = "failed in backward"
-    with pytest.raises(kind.error, match=note) as caught:
-        job.fit(module, loader(), loader())
-    assert failures == [caught.value] and caught.value.code == 7
-    assert str(caught.value) == f"failed in {stage} (7)"
-    assert "log" not in module.__dict__
-    assert not [t for t in threading.enumerate() if t.name.startswith("dp-")]
-
-    module.armed = False
-    module.train()
-    job.fit(module, loader(), loader())
-    assert job.current_epoch == EPOCHS
-
-
-def test_an_error_in_a_transfer_hook_arrives_as_it_is() -> None:
-    kind = fail_in("transfer")
-    with pytest.raises(kind.error, match="failed in transfer"):
-        trainer(3).fit(kind(), loader(), loader())
 
 
 def test_weights_swapped_for_validation_are_seen_by_every_replica() -> None:

@@ -7,7 +7,7 @@ the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,7 @@ def own_device(module: nn.Module, device: torch.device) -> dict[str, torch.devic
 
 def state_defaults(metric: nn.Module) -> dict[str, Any]:
     """What the states of a metric are before its first update, by their names."""
-    defaults: dict[str, Any] = found(metric, "_defaults")
-    return defaults
+    return cast(dict[str, Any], found(metric, "_defaults"))
 
 
 def unused_state(defaults: dict[str, Any]) -> dict[str, Any]:
@@ -81,10 +80,7 @@ def set_layer_sync(strategy: Any, plugin: Any) -> None:
 
 
 def join_process_group(environment: Any, backend: str, **options: Any) -> None:
-    """Makes torch's process group of all processes that an environment knows; it ends at exit.
-
-    The options are those of `torch.distributed.init_process_group`.
-    """
+    """Makes torch's process group of an environment's processes; it ends at exit."""
     from lightning.fabric.utilities import distributed
 
     found(distributed, "_init_dist_connection")(environment, backend, **options)
@@ -114,7 +110,7 @@ def devices_asked_for(trainer: Any) -> int | None:
     connector = getattr(trainer, "_accelerator_connector", None)
     devices = getattr(connector, "_devices_flag", None)
     if isinstance(devices, str):
-        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
+        devices = [*filter(None, devices.split(","))] if "," in devices else int(devices)
     count = len(devices) if isinstance(devices, list | tuple) else devices
     # By now "auto" is the number of devices that there are.
     is_auto = count is None or count < 0 or count == trainer.accelerator.auto_device_count()
@@ -145,11 +141,9 @@ def may_log(hook: str) -> bool:
     """Whether modules may log in a hook of this name."""
     from lightning.pytorch.trainer.connectors.logger_connector import fx_validator
 
-    functions: dict[str, Any] = found(fx_validator, "_FxValidator").functions
-    return functions.get(hook) is not None
+    return found(fx_validator, "_FxValidator").functions.get(hook) is not None
 
 
 def running_hook(module: nn.Module) -> str | None:
     """The name of the hook or step that Lightning runs now; None if it runs none."""
-    name: str | None = found(module, "_current_fx_name")
-    return name
+    return cast("str | None", found(module, "_current_fx_name"))

@@ -75,7 +75,7 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if is_profiling() else nullcontext()
 
 
-_STEPS = {
+_STEPS: dict[Any, tuple[str, ...]] = {
     TrainerFn.FITTING: ("training_step", "validation_step"),
     TrainerFn.VALIDATING: ("validation_step",),
     TrainerFn.TESTING: ("test_step",),
@@ -92,7 +92,7 @@ def why_forward_mode(module: LightningModule) -> str:
     """
     if not module.automatic_optimization:
         return "it sets automatic_optimization = False"
-    for name in _STEPS.get(module.trainer.state.fn, ()):  # type: ignore[call-overload]  # no None
+    for name in _STEPS[module.trainer.state.fn]:
         step = getattr(module, name)
         if step and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             return f"its {name} takes dataloader_iter"

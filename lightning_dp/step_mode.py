@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer, profiler_range
 from lightning_dp.parallel.replicate import layers_in
-from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
+from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -81,7 +81,13 @@ class StepMode(Mode):
         transfer = partial(self._transfer, dataloader_idx=self.dataloader_idx)
         call = (TrainingStep if training else EvaluationStep)(self.engine, method, args, transfer)
         self._batch, self._call = batch, None
-        output = self.engine.run(call, batch, shards)
+        try:
+            output = self.engine.run(call, batch, shards)
+        except NoLossError as error:
+            # Lightning raises its own error for most outputs that are no loss.
+            loop = self.module.trainer.fit_loop.epoch_loop.automatic_optimization
+            loop.output_result_cls.from_training_step_output(error.output)
+            raise
         self._call = call
         return output
 

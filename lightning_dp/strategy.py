@@ -191,7 +191,10 @@ class DataParallelMixin(CheckpointMixin):
         check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
         check_names("parallel_modules", parallel_modules)
         check_choice("move_batch", move_batch, (True, False))
-        forward_options = {"parallel_modules": parallel_modules, "move_batch": move_batch}
+        forward_options: dict[str, Any] = {
+            "parallel_modules": parallel_modules,
+            "move_batch": move_batch,
+        }
         if mode == "step" and (parallel_modules or not move_batch):
             key = "parallel_modules" if parallel_modules else "move_batch"
             raise ValueError(

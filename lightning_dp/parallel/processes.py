@@ -58,7 +58,8 @@ class World:
             value: this rank's.
             place: what calls it, for the error that all ranks get if others are elsewhere.
         """
-        sent, received = io.BytesIO(), cast(list[Any], [None] * self.size)
+        sent = io.BytesIO()
+        received: list[Any] = [None] * self.size
         _Pickler(sent, protocol=5).dump(value)
         dist.all_gather_object(received, (place, sent.getvalue()), group=self._cpu_group)
         places = [other for other, _ in received]
@@ -128,10 +129,6 @@ class _RankLoss(NamedTuple):
     has_graph: bool  # whether parameters get gradients from it
     dtype: torch.dtype | None
 
-    @property
-    def counts(self) -> bool:
-        return self.value is not None and self.samples > 0
-
 
 class JointLoss(NamedTuple):
     """The loss of all ranks' samples.
@@ -180,7 +177,7 @@ def exchange_losses(
     sent = _RankLoss(value, 0 if world.is_idle else samples, items, has_graph, dtype)
     ranks = world.all_gather_objects(sent, "the end of its step")
     rank_samples = [rank.samples for rank in ranks]
-    found = [rank for rank in ranks if rank.counts]
+    found = [rank for rank in ranks if rank.value is not None and rank.samples]
     if not found:
         return JointLoss(None, 0.0, None, False, None, rank_samples)
     of_items = [rank.items for rank in found]
@@ -189,16 +186,13 @@ def exchange_losses(
             f"Expected num_items from every process or from none, got {of_items}. Give it for "
             "every shard: the number of items that the loss is a mean over."
         )
-
-    def weight(rank: _RankLoss) -> float:
-        if not rank.counts:
-            return 0.0
-        return 1.0 if is_sum else (rank.items or 0.0) if any(of_items) else rank.samples
-
-    total = 1.0 if is_sum else sum(map(weight, ranks))
+    counts = of_items if any(of_items) else [rank.samples for rank in found]
+    total = 1.0 if is_sum else sum(count or 0.0 for count in counts)
+    shares = [(1.0 if is_sum else count or 0.0) / total for count in counts]
+    pairs = list(zip(found, shares, strict=True))
     return JointLoss(
-        sum(weight(rank) / total * (rank.value or 0.0) for rank in ranks if weight(rank)),
-        weight(ranks[world.rank]) / total,
+        sum(share * (rank.value or 0.0) for rank, share in pairs if share),  # it may be NaN
+        next((share for rank, share in pairs if rank is ranks[world.rank]), 0.0),
         None if None in of_items else sum(n or 0.0 for n in of_items),
         any(rank.has_graph for rank in found),
         found[0].dtype,

@@ -144,14 +144,14 @@ class ProcessesMixin(ParallelStrategy):
         own = {n: getattr(v, "__qualname__", None) or repr(v) for n, v in options.items()}
         own |= {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _OF_TRAINER}
         own["the Trainer's method"] = repr(trainer.state.fn)
-        first, *others = world.all_gather_objects(own)
-        for rank, other in enumerate(others, 1):
-            for name, value in first.items():
-                if other[name] != value:
-                    raise ValueError(
-                        f"{name}: expected the same in all processes, got {value} in process 0 and "
-                        f"{other[name]} in process {rank}. Start them with the same options."
-                    )
+        ranks = world.all_gather_objects(own)
+        for name in own:
+            values = [rank[name] for rank in ranks]
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"{name}: expected the same in all processes, got {', '.join(values)} in turn. "
+                    "Start them with the same options."
+                )
         module = cast(nn.Module, self.lightning_module)
         if any(getattr(part, "max_norm", None) is not None for part in module.modules()):
             raise ValueError(
@@ -280,8 +280,7 @@ def check_group_options(backend: str | None, timeout: timedelta | float | None) 
             f"'cpu:gloo,cuda:nccl', or None, got {short_repr(backend)}. Leave it out to have it "
             "chosen."
         )
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if isinstance(timeout, int | float) and is_number and 0 < timeout < 1e9:
+    if isinstance(timeout, int | float) and timeout is not True and 0 < timeout < 1e9:
         timeout = timedelta(seconds=timeout)
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         return timeout

@@ -10,8 +10,14 @@ import sys
 from typing import Any
 
 VERBS = {
-    "train": ("lightning_dp.app.train", "train and test (the default); Hydra's overrides"),
-    "evaluate": ("lightning_dp.app.evaluate", "test what a training has left: run=FOLDER"),
+    "train": (
+        "lightning_dp.app.jobs:train_main",
+        "train and test (the default); Hydra's overrides",
+    ),
+    "evaluate": (
+        "lightning_dp.app.jobs:evaluate_main",
+        "test what a training has left: run=FOLDER",
+    ),
     "convert": ("lightning_dp.checkpointing.convert", "rename the weights in a checkpoint file"),
     "doctor": ("lightning_dp.doctor", "do this machine's devices give one device's numbers"),
     "env": ("lightning_dp.doctor:env", "versions and devices, to be pasted into a report"),

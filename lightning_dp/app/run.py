@@ -1,24 +1,23 @@
-"""What surrounds a job: Hydra's log, and how it ends."""
+"""What surrounds a job: which messages reach Hydra's log, and how the program ends."""
 
 import functools
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
-from hydra.types import RunMode
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_dp.app.options import OptionError
-from lightning_dp.app.quiet import quiet
+from lightning_dp.parallel.errors import chain
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -29,10 +28,31 @@ INTERRUPTED, TERMINATED = 128 + 2, 128 + 15
 _EXTRAS = {
     "sklearn": ("scikit-learn", "examples"),
     "rich": ("rich", "examples"),
-    "matplotlib": ("matplotlib", "plot"),
     "safetensors": ("safetensors", "safetensors"),
 }
 """By the name of a module its package, and the extra that brings it."""
+
+_MESSAGES = (
+    *("💡 Tip:", "GPU available: False", "TPU available: False", "HPU available: False"),
+    "Restoring states from the checkpoint path",  # "Loaded model weights from ..." follows
+)
+_WARNINGS = (
+    r"The '\w+' does not have many workers",  # with images in memory they only cost time
+    # Hydra has put its own files into the run folder; a resumed run has a folder of its own.
+    r"(Experiment logs|Checkpoint) directory .* exists and is not empty",
+    r"The dirpath has changed from",
+    r"Be aware that when using `ckpt_path`, callbacks",  # a test needs none of the training's
+    r"Using `DistributedSampler` with the dataloaders",  # of strategy=ddp, on the same devices
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call of torch
+)
+"""Lightning's words that say nothing about these programs; extras.quiet=false shows them."""
+
+
+class OptionError(CompactHydraException, ValueError):
+    """An option that cannot be used; Hydra prints the message without a traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"error: {message}")
 
 
 def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
@@ -40,8 +60,7 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
 
     Ctrl-C and SIGTERM end it with the run folder's name, the checkpoint to resume from and exit
     status 130 or 143. Errors are left to Hydra, which prints one about an option in a few lines and
-    any other with its traceback; the log file has every traceback. Jobs of a sweep do not see each
-    other, and continue after one that fails.
+    any other with its traceback; the log file has every traceback.
     """
 
     @functools.wraps(task)
@@ -50,7 +69,7 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
         if cfg.extras.print_config:
             rank_zero_only(print)(OmegaConf.to_yaml(cfg))
         try:
-            with _own_process_state(), _job_of_sweep(), quiet(cfg.extras.quiet), _hydra_log():
+            with _messages(quiet=cfg.extras.quiet):
                 return task(cfg)
         except (KeyboardInterrupt, SystemExit) as stop:
             # Lightning makes an exit of either, Ctrl-C's after it has saved.
@@ -60,10 +79,18 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
             _print_way_on("Interrupted" if is_interrupt else "Terminated", folder)
             sys.exit(INTERRUPTED if is_interrupt else TERMINATED)
         except Exception as error:
-            _log_traceback(error)
-            missing = _missing_extra(error)
-            if missing is not None:
-                raise OptionError(missing) from error
+            trace = (type(error), error, error.__traceback__)
+            record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "failed", (), trace)
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.FileHandler):  # Hydra prints it on the screen
+                    handler.handle(record)
+            for cause in chain(error):
+                if isinstance(cause, ModuleNotFoundError) and cause.name in _EXTRAS:
+                    package, extra = _EXTRAS[cause.name]
+                    raise OptionError(
+                        f"expected the package {package}, which is not installed. Install the "
+                        f"extra {extra!r}: python -m pip install 'lightning-dp[{extra}]'"
+                    ) from error
             if not isinstance(error, CompactHydraException):
                 _print_way_on("Failed", folder)
             raise
@@ -72,64 +99,24 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
 
 
 @contextmanager
-def _own_process_state() -> Iterator[None]:
-    """Undoes what Lightning's process launchers leave behind, so that a sweep's next job works.
-
-    They set variables by which the next job would take itself for a child process, cut the number
-    of threads, and keep a process group whose other members have ended.
-    """
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    try:
-        yield
-    finally:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        torch.set_num_threads(threads)
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-@contextmanager
-def _hydra_log() -> Iterator[None]:
-    """Sends warnings and Lightning's messages to Hydra's log: the screen and the run's log file."""
-    if not logging.getLogger().handlers:  # Hydra is configured to log nothing
-        yield
-        return
-    names = ("lightning", "lightning.pytorch", "lightning.fabric")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.handlers, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [], True
-    logging.captureWarnings(True)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
-        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
-            logger.handlers, logger.propagate = handlers, propagate
+def _messages(*, quiet: bool) -> Iterator[None]:
+    """Sends warnings to Hydra's log, without those that say nothing if it is to be quiet."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # of rank_zero_info
+    with warnings.catch_warnings():
+        if quiet:
+            logger.addFilter(_is_wanted)
+            for message in _WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+        logging.captureWarnings(bool(logging.getLogger().handlers))
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            logger.removeFilter(_is_wanted)
 
 
-def _log_traceback(error: Exception) -> None:
-    """Writes an error to the log file alone: Hydra prints it on the screen."""
-    trace = (type(error), error, error.__traceback__)
-    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "failed", (), trace)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
-
-
-def _missing_extra(error: BaseException | None) -> str | None:
-    """Returns which extra to install, if an error comes from a package that an extra brings."""
-    while error is not None:
-        name = (getattr(error, "name", None) or "").partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and name in _EXTRAS:
-            package, extra = _EXTRAS[name]
-            return (
-                f"expected the package {package}, which is not installed. Install the extra "
-                f"{extra!r}: python -m pip install 'lightning-dp[{extra}]'"
-            )
-        error = error.__cause__ or error.__context__
-    return None
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_MESSAGES)
 
 
 @rank_zero_only
@@ -143,24 +130,34 @@ def _print_way_on(what: str, folder: Path) -> None:
         print(f"To go on: ckpt_path={latest}", file=sys.stderr)
 
 
-@contextmanager
-def _job_of_sweep() -> Iterator[None]:
-    """Keeps the child processes of a sweep's job to it.
+class InterruptedCheckpoint(Callback):
+    """Saves a checkpoint when Ctrl-C or an error ends training among the batches of an epoch.
 
-    Lightning starts those of strategy=ddp with this process's arguments, which are the whole
-    sweep's, and in the folder of a single run.
+    Not before its first step, nor in a validation, of which a resumed training would only run the
+    rest: then the last epoch's checkpoint remains. Lightning's OnExceptionCheckpoint saves in both,
+    and makes ``fit`` look for a checkpoint to resume from, too.
+
+    Args:
+        dirpath: folder of the file ``interrupted.ckpt``.
     """
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        yield
-        return
-    config = cast(DictConfig, HydraConfig.get())  # declared as the structure it follows
-    arguments = sys.argv[1:]
-    flags = [a for a in arguments if a[:1] == "-" or not ("=" in a or a[:1] == "~")]
-    flags = [flag for flag in flags if flag not in ("-m", "--multirun")]
-    with read_write(config):
-        config.run.dir = config.runtime.output_dir
-    sys.argv[1:] = [*flags, *config.overrides.task, "hydra.mode=RUN"]
-    try:
-        yield
-    finally:
-        sys.argv[1:] = arguments
+
+    def __init__(self, dirpath: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(dirpath) / "interrupted.ckpt"
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Saves the checkpoint if the training has taken a step, and the epoch is not through."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or trainer.validating:
+            return
+        # Saving is collective, and several processes are never stopped at the same point.
+        is_alone = trainer.world_size == 1
+        is_dry = getattr(trainer, "fast_dev_run", False)
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        is_through = batches.is_last_batch and batches.current.completed == batches.current.ready
+        if is_alone and trainer.global_step > 0 and not is_dry and not is_through:
+            try:
+                trainer.save_checkpoint(self.path, weights_only=False)
+            except OSError as error:  # the error that ended the training is reported, not this
+                log.warning("%s was not written: %s", self.path, error)

@@ -106,7 +106,7 @@ class DataParallelMonitor(Callback):
         """The table of the latest fit."""
         if not self.total.steps:
             return f"{type(self).__qualname__}: no training step on several devices was measured"
-        return table_of(self)
+        return table_of(self.summary(), self.note)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """What notebooks show: picture and table."""

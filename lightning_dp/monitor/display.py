@@ -11,7 +11,7 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp.monitor.history import Period
+from lightning_dp.monitor.history import DeviceSummary, Period
 from lightning_dp.table import table
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ def memory_text(size: int) -> str:
     return f"{size / 2 ** (10 * power):,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}" if size else ""
 
 
-def table_of(monitor: DataParallelMonitor) -> str:
+def table_of(rows: Sequence[DeviceSummary], note: str | None) -> str:
     """A line of headings, one for each replica, and the note; memory where a device counts it."""
-    rows = monitor.summary()
     columns = {
         "device": [row.device for row in rows],
         "samples": [f"{row.samples:,}" for row in rows],
@@ -41,7 +40,7 @@ def table_of(monitor: DataParallelMonitor) -> str:
     if any(row.peak_bytes for row in rows):
         columns["peak memory"] = [memory_text(row.peak_bytes) for row in rows]
     text = table(list(columns), list(zip(*columns.values(), strict=True)))
-    return "\n".join([text, *([monitor.note] if monitor.note else [])])
+    return "\n".join([text, *([note] if note else [])])
 
 
 def headline(monitor: DataParallelMonitor) -> str:

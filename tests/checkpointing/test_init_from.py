@@ -10,11 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-from lightning_dp.app.build import build, settle
-from lightning_dp.app.evaluate import evaluate
-from lightning_dp.app.options import OptionError
-from lightning_dp.app.run import as_program
-from lightning_dp.app.train import train
+from lightning_dp.app.jobs import build, evaluate, settle, train
+from lightning_dp.app.run import OptionError, as_program
 
 Configure = Callable[..., DictConfig]
 
@@ -46,13 +43,13 @@ def test_training_begins_with_them(configure: Configure, tmp_path: Path) -> None
     begun = nn.Linear(5, 2)
     torch.save(nn.DataParallel(nn.ModuleDict({"layer": begun})).state_dict(), tmp_path / "old.pt")
     cfg = settle(configure("experiment=tutorial", f"init_from={tmp_path / 'old.pt'}"))
-    assert torch.equal(build(cfg).model.layer.weight, begun.weight)
+    assert torch.equal(build(cfg)[1].layer.weight, begun.weight)
 
 
 def test_they_are_tested(configure: Configure, weights: Path) -> None:
     tested = as_program(evaluate)(configure(f"ckpt_path={weights}", name="eval"))
     begun = as_program(train)(configure(f"init_from={weights}", "train=false"))
-    assert tested.metrics == begun.metrics and tested.metrics
+    assert tested == begun and tested
 
 
 @pytest.mark.parametrize(
@@ -60,15 +57,12 @@ def test_they_are_tested(configure: Configure, weights: Path) -> None:
     [
         ("init_from=none.pt", "init_from: expected a checkpoint file, got 'none.pt'"),
         ("init_from={w} ckpt_path={w}", "Give one of the two"),
-        ("init_from={other}", "other.pt', which does not fit: Error.s. in loading"),
         ("ckpt_path=''", "ckpt_path: expected a checkpoint file, got '', which does not exist"),
-        ("init_from=memory://no/such", "got 'memory://no/such', which does not fit"),
     ],
 )
 def test_mistakes_are_told_in_one_message(
-    options: str, message: str, configure: Configure, weights: Path, tmp_path: Path
+    options: str, message: str, configure: Configure, weights: Path
 ) -> None:
-    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
-    words = options.format(w=weights, other=tmp_path / "other.pt").split()
+    words = options.format(w=weights).split()
     with pytest.raises(OptionError, match=f"^error: (?s:.*){message}"):
         as_program(train)(configure(*words, "trainer.limit_train_batches=3", "~logger"))

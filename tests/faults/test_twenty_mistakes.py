@@ -23,9 +23,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallel, DataParallelStrategy, doctor
-from lightning_dp.app.evaluate import evaluate
+from lightning_dp.app.jobs import evaluate, train
 from lightning_dp.app.run import as_program
-from lightning_dp.app.train import train
 from lightning_dp.checkpointing import convert, load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
@@ -158,8 +157,6 @@ def test_a_strategy_of_the_other_package_is_named() -> None:
 # On the command line
 
 OURS: dict[str, tuple[str, ...]] = {
-    "seed=abc": ("seed", "'abc'", "null"),
-    "test=perhaps": ("test", "true or false"),
     "ckpt_path=no.ckpt": ("ckpt_path", "'no.ckpt'", "does not exist"),
     "init_from=no.ckpt": ("init_from", "'no.ckpt'", "does not exist"),
 }

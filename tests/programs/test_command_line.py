@@ -76,16 +76,13 @@ def test_the_default_training_learns_the_digits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_over_strategies(tmp_path: Path) -> None:
-    """With one that starts processes, which run their job alone."""
     options = ("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=1")
-    printed = command_line("-m", "strategy=dp_custom,ddp,single", *options, cwd=tmp_path)
+    printed = command_line("-m", "strategy=dp_custom,single", *options, cwd=tmp_path)
     (sweep,) = (tmp_path / "logs" / "train" / "multiruns").iterdir()
-    found = [read_json(sweep / str(job) / "metrics.json") for job in range(3)]
-    assert [len(metrics["devices"]) for metrics in found] == [2, 2, 1]
-    assert found[0]["test/loss"] == pytest.approx(found[2]["test/loss"], rel=1e-2)
-    assert not list((tmp_path / "logs" / "train").glob("runs/*")), "a child ran on its own"
-    assert (sweep / "1" / "train_ddp_process_1.log").is_file()
-    assert printed.count("run folder: ") == 3 and str(sweep) in printed
+    found = [read_json(sweep / str(job) / "metrics.json") for job in range(2)]
+    assert [len(metrics["devices"]) for metrics in found] == [2, 1]
+    assert found[0]["test/loss"] == pytest.approx(found[1]["test/loss"], rel=1e-2)
+    assert printed.count("run folder: ") == 2 and str(sweep) in printed
 
 
 def started(folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -177,5 +174,5 @@ def test_a_base_install(tmp_path: Path) -> None:
     assert re.findall(r"status (\d)\n", done.stdout) == [*"000000", "1", "0"], done.stdout
     assert done.stdout.count("usage: ") == len(STARTS) - 1, "all but env's"
     assert NEEDED in done.stderr and "Traceback" not in done.stderr
-    assert "device  training samples" in done.stdout and "no devices.png" in done.stdout
+    assert "device  samples" in done.stdout and "no devices.png" in done.stdout
     assert read_json(tmp_path / "run" / "metrics.json")["devices"] == ["cpu:0", "cpu:1"]

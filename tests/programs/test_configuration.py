@@ -20,10 +20,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from support.programs import ROOT
 
 import lightning_dp
-from lightning_dp.app import devices
-from lightning_dp.app.build import begin, settle
-from lightning_dp.app.evaluate import as_trained
-from lightning_dp.app.options import OptionError
+from lightning_dp.app import jobs
+from lightning_dp.app.jobs import as_trained, begin, settle
+from lightning_dp.app.run import OptionError
 
 CONF = ROOT / "conf"
 CPU = ("trainer.accelerator=cpu", "trainer.devices=2")
@@ -87,7 +86,7 @@ def test_default_devices(
     gpus: int, cores: int, overrides: str, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(devices, "cores", lambda: cores)
+    monkeypatch.setattr(jobs, "cores", lambda: cores)
     trainer = composed(*overrides.split()).trainer
     assert (trainer.accelerator, trainer.devices) == expected
 

@@ -158,12 +158,11 @@ class RecordedMetric:
     def _reset_copy(self) -> AnyMetric:
         """A copy takes longer than a forward: it is kept until an attribute is bound anew."""
         metric, device = self.metric, self._record.device
-        now = [
-            value
-            for module in metric.modules()
-            for name, value in vars(module).items()
-            if name not in _OF_EVERY_METRIC and name not in getattr(module, "_defaults", ())
-        ]
+        now = []
+        for module in metric.modules():
+            states = state_defaults(module) if isinstance(module, Metric) else {}
+            apart = _OF_EVERY_METRIC.union(states)
+            now += [value for name, value in vars(module).items() if name not in apart]
         is_same = len(now) == len(self._copied) and all(map(is_, now, self._copied))
         trains = any(p.requires_grad for p in metric.parameters())
         if self._copy is not None and is_same and not trains:

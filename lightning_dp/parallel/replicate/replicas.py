@@ -47,7 +47,6 @@ Table: TypeAlias = dict[str, Tensor | None]
 
 _GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
 _HOOK_TABLES = frozenset(HOOK_TABLES)
-_ABSENT = object()
 
 
 class Replicas:
@@ -282,10 +281,6 @@ class Replicas:
         rows = [self._structure.buffer_tables, *(r.buffer_tables for r in self._others)]
         return [entries(tables[i] for i in places) for tables in rows]
 
-    def keep(self, k: int, position: int, name: str) -> None:
-        """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
-        self._others[k - 1].keep(position, name)
-
     def refuse_trained_buffers(self) -> None:
         """Raises a ValueError about buffers that are trained: replicas would give them nothing.
 
@@ -374,7 +369,6 @@ class Replica:
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
         self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
-        self._held: dict[tuple[int, str], Any] = {}  # root's values of attributes that it keeps
         root_device = source.device or device
         self.generators = ReplicaGenerators(k, root_device, device)
         self._new_copier = partial(
@@ -514,7 +508,7 @@ class Replica:
             for name in target.keys() - source.keys() - kept:
                 del target[name]
             for name, value in source.items():
-                if name in kept or self._held.get((j, name), _ABSENT) is value:
+                if name in kept:
                     continue
                 if type(value) in ATOMS:
                     target[name] = value
@@ -531,10 +525,6 @@ class Replica:
             for target, name, value in others + hooks:
                 target[name] = copier.copy(value)
         return copier
-
-    def keep(self, j: int, name: str) -> None:
-        """Keeps the value of an attribute of owner j until the root's is bound anew."""
-        self._held[j, name] = vars(self._source.owners[j]).get(name)
 
 
 # In the root's graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -128,7 +129,7 @@ class DataParallel(nn.Module, Generic[Module]):
         self._policy()  # raises for a wrong number of weights
         self._options = {"buffers": buffers, "executor": executor, "overrides": gather_overrides}
         self._check_first_call: bool | Literal["auto"] = check_first_call
-        self._reports: list[Report] = []
+        self._latest = SimpleNamespace(report=None)  # what the check has found
         self._engine: ForwardParallel | None = None
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch's
@@ -157,7 +158,8 @@ class DataParallel(nn.Module, Generic[Module]):
     @property
     def first_call(self) -> Report | None:
         """What `check_first_call` has found in the latest call that it looked at."""
-        return self._reports[-1] if self._reports else None
+        report: Report | None = self._latest.report
+        return report
 
     def _make_engine(self) -> ForwardParallel:
         # Nothing here refers to the wrapper: its threads end as soon as nobody uses it.
@@ -177,7 +179,7 @@ class DataParallel(nn.Module, Generic[Module]):
                 lambda split: make(split=split, executor="inorder"),
                 "check_first_call",
                 always=asked,
-                report=partial(_announce, self._reports, asked),
+                report=partial(_announce, self._latest, asked),
             )
         return engine
 
@@ -250,7 +252,7 @@ class DataParallel(nn.Module, Generic[Module]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay behind: a copy makes its own when it is first called."""
-        return {**self.__dict__, "_engine": None, "_reports": []}
+        return {**self.__dict__, "_engine": None, "_latest": SimpleNamespace(report=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a wrapper of its own."""
@@ -301,8 +303,8 @@ def check_engine_options(
     check_overrides(overrides, "gather_overrides")
 
 
-def _announce(reports: list[Report], asked: bool, report: Report) -> None:
-    reports.append(report)
+def _announce(latest: SimpleNamespace, asked: bool, report: Report) -> None:
+    latest.report = report
     announce(report, asked=asked, stacklevel=3)
 
 

@@ -32,7 +32,7 @@ from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
 from lightning_dp.mode import Mode, has_user_hooks, why_forward_mode
 from lightning_dp.parallel.apply import optimizer_threads
-from lightning_dp.parallel.checks import check_choice, check_names, named_options
+from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
 from lightning_dp.parallel.gather import Override
@@ -143,9 +143,6 @@ class DataParallelMixin(CheckpointMixin):
     strategy_name = "dp_custom"
     package: ClassVar[str]
     """The package whose Trainer it is for."""
-    given_options: Mapping[str, str] = MappingProxyType({})
-    """The options that differ from their defaults, as text."""
-
     first_step: Mapping[str, Report] = MappingProxyType({})
     """What `check_first_step` has found in the latest run, by the name of the step."""
     last_sizes: tuple[int, ...] = ()
@@ -158,7 +155,6 @@ class DataParallelMixin(CheckpointMixin):
     _auto: AutoSplitSteps | None = None  # with split="auto"
     _first_steps: FirstSteps | None = None
 
-    @named_options
     def __init__(
         self,
         *,
@@ -214,6 +210,7 @@ class DataParallelMixin(CheckpointMixin):
         self._forward_options, self._loss_reduction = forward_options, loss_reduction
         self._split, self._weights = split, weights
         self._mode_name, self._output_device = mode, output_device
+        self._has_own_devices = devices is not None
         self._check_first_step: bool | Literal["auto"] = check_first_step
         super().__init__(
             accelerator=accelerator,
@@ -229,7 +226,7 @@ class DataParallelMixin(CheckpointMixin):
 
     def __repr__(self) -> str:
         """With the package: the other package's Trainer refuses the strategy by this text."""
-        options = ", ".join(f"{option}={value}" for option, value in self.given_options.items())
+        options = f"mode={self._mode_name!r}, split={self._split!r}"
         return f"<{type(self).__qualname__}({options}) for a Trainer of {self.package}>"
 
     # Devices, and how samples are shared out
@@ -306,7 +303,7 @@ class DataParallelMixin(CheckpointMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         asked, own = devices_asked_for(trainer), self.machine_devices or []
-        if "devices" in self.given_options and asked not in (None, len(own)):
+        if self._has_own_devices and asked not in (None, len(own)):
             raise ValueError(
                 f"devices: expected as many as Trainer(devices=...) names, {asked}, got "
                 f"{[*map(str, own)]}. Leave out one of the two: the strategy's devices are taken "

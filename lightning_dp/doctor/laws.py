@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from lightning_dp import DataParallel, gather, scatter
-from lightning_dp.parallel.devices import counts_memory, memory_capacity, replica_names
+from lightning_dp.parallel.devices import memory_capacity, replica_names
 from lightning_dp.parallel.split import even, weighted
 from lightning_dp.parallel.step import StepParallel, TrainingStep
 
@@ -128,7 +128,7 @@ def out_of_memory(devices: Devices) -> str:
     dtype, last = float_dtype(devices), devices[-1]
     batch = make_batch(6 * len(devices) + 1, dtype, 0)
     marked, pending = float(batch[0][-1, 0]), iter([True])
-    is_real = counts_memory(last) and devices.count(last) == 1
+    is_real = memory_capacity(last) > 0 and devices.count(last) == 1
 
     class Hungry(Net):
         def training_step(self, batch: Batch) -> Tensor:

@@ -73,7 +73,7 @@ def _accelerator(device: torch.device) -> str:
     module: Any = torch.get_device_module(device)
     properties: Any = getattr(module, "get_device_properties", lambda _: None)(device)
     name: str = getattr(properties, "name", device.type)
-    if not machine.counts_memory(device):
+    if not machine.memory_capacity(device):
         return name
     free, total = (size / 2**30 for size in module.mem_get_info(device))
     return f"{name}, {total:.1f} GiB, {free:.1f} GiB free"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,9 @@ SAMPLES = 3
 """Samples per replica in the part of the batch that is checked."""
 MOST_BYTES = 4 * 2**30
 """Of parameters and buffers, which the check copies: above that `"auto"` leaves it out."""
+
+
+_is_checking: ContextVar[bool] = ContextVar("_is_checking", default=False)
 
 
 class FirstCalls:
@@ -59,7 +63,7 @@ class FirstCalls:
         kind = (path, engine.is_training and torch.is_grad_enabled())
         # Within a checkpoint, whose hooks would run the call again in the check's backward.
         in_checkpoint = saved_tensors_functions() is not None
-        if kind in self._seen or is_in_backward() or in_checkpoint:
+        if kind in self._seen or is_in_backward() or in_checkpoint or _is_checking.get():
             return
         report = Report(self._option, f"{path}.forward".lstrip("."))
         try:
@@ -75,7 +79,9 @@ class FirstCalls:
                 own = self._make_engine(lambda n: sizes)
                 return ForwardCall(path, num_args, own, sizes, part, **self._around)
 
+            token = _is_checking.set(True)  # of a wrapper inside, too
             check(make_call, report)
+            _is_checking.reset(token)
         self._seen.add(kind)
         self._report(report)
 

@@ -26,7 +26,7 @@ from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.lightning_private import own_device
 from lightning_dp.mode import Mode, Transfer
-from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
+from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.step import LossReduction, StepOutput
 
@@ -199,7 +199,7 @@ def _recording(trainer: Any) -> Iterator[Values]:
     used: Counter[str] = Counter()
     loggers, stops = trainer.loggers, trainer.should_stop
     trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
-    log = standing_in(module, "log", partial(_record, values))
+    log = replaced(module, log=StandIn(module, "log", partial(_record, values)))
     # In forward mode the step's own code is on the output device, but the call's on the root.
     on_root = replaced(module, **own_device(module, root))
     try:
@@ -224,19 +224,27 @@ def _record(values: Values, name: str, value: Any, *args: Any, **options: Any) -
     values[key] = None if isinstance(value, nn.Module) else copy_to_cpu(value)  # no metric's
 
 
-class _SilentLogger(ObjectProxy):
-    """A logger that counts how it is used, and keeps nothing."""
+class _SilentLogger:
+    """Stands for a logger: counts how it is used, and keeps nothing. A copy is the logger's."""
 
     def __init__(self, logger: Any, used: Counter[str]) -> None:
-        super().__init__(logger)
-        self._used = used
+        self._logger, self._used = logger, used
+
+    @property  # type: ignore[misc]  # it cannot be set
+    def __class__(self) -> type[Any]:
+        """The logger's, for `isinstance`."""
+        return type(self._logger)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """That of the logger."""
+        return self._logger.__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
         """The logger's attributes; methods that write are counted and write nothing."""
         if name == "experiment":
             self._used[name] += 1
             return DummyLogger().experiment
-        value = super().__getattr__(name)
+        value = getattr(self._logger, name)
         writes = name.startswith("log_") or name in ("save", "finalize", "after_save_checkpoint")
         if not (writes and callable(value)):
             return value

@@ -1,18 +1,10 @@
-"""Checks of what users give: options that several share, and the module."""
+"""Checks of what users give: errors that say what was expected, what came, and what to write."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import reprlib
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, cast
-
-from torch import nn
-from torch.optim import Optimizer
-
-P = ParamSpec("P")
+from collections.abc import Sequence
+from typing import Any
 
 _MOST_DIMS = 64  # of a torch tensor
 _SHORT = reprlib.Repr()
@@ -33,7 +25,7 @@ def short_repr(value: object) -> str:
         return f"a huge {type(value).__qualname__}"
 
 
-def expected(key: str, wanted: str, got: object, hint: str) -> ValueError:
+def expected(key: str, wanted: str, got: object, hint: str = "") -> ValueError:
     """The error about what a user has given as `key`.
 
     Example:
@@ -63,59 +55,14 @@ def is_choice(value: object, choices: Sequence[object]) -> bool:
 
 def check_dim(dim: Any) -> None:
     """Raises a ValueError unless it can be a dimension of a tensor."""
-    is_int = isinstance(dim, int) and not isinstance(dim, bool)
-    if not is_int or not -_MOST_DIMS <= dim < _MOST_DIMS:
+    if type(dim) is not int or not -_MOST_DIMS <= dim < _MOST_DIMS:
         wanted = f"an integer from {-_MOST_DIMS} to {_MOST_DIMS - 1}"
         raise expected("dim", wanted, dim, "Write the dimension that counts the samples.")
 
 
-def check_module(module: Any) -> None:
-    """Raises a TypeError unless it is a module."""
-    if isinstance(module, Optimizer):
-        raise TypeError(
-            "DataParallel: expected a module, got an optimizer. Optimizers need no wrapping: make "
-            f"{type(module).__qualname__}(net.parameters(), ...) of the wrapped module's "
-            "parameters and call its step() as always; gradients are summed there."
-        )
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"DataParallel: expected a torch.nn.Module, got {type(module).__qualname__}. "
-            "Wrap the module that computes the outputs."
-        )
-
-
 def check_names(key: str, names: object) -> None:
     """Raises a ValueError unless it is a list of names."""
-    listed = list(names) if isinstance(names, Sequence) else [None]
-    if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
-        one = f"[{names!r}]" if isinstance(names, str) else "['generator', 'discriminator']"
-        raise expected(key, "a list of names", names, f"Write {one}.")
-
-
-def named_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Makes an `__init__` refuse unknown options, in the name of the object's class.
-
-    Options that differ from their defaults are kept in `given_options`, as text.
-    """
-    parameters = list(inspect.signature(init).parameters.values())[1:]
-    defaults = {parameter.name: short_repr(parameter.default) for parameter in parameters}
-
-    @wraps(init)
-    def checked(*args: P.args, **options: P.kwargs) -> None:
-        this, *unnamed = cast(tuple[Any, ...], args)
-        owner = type(this).__qualname__
-        if unnamed:
-            raise TypeError(
-                f"{owner}: expected options by name, got {short_repr(unnamed[0])} without one. "
-                f"Write {next(iter(defaults))}={short_repr(unnamed[0])}, or the name that you mean."
-            )
-        for name in options.keys() - defaults.keys():
-            close = difflib.get_close_matches(name.lower(), defaults, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"They are {[*defaults]}."
-            raise TypeError(f"{owner}: expected one of its options, got {name!r}. {hint}")
-        # By what they look like: a comparison of arrays is no answer.
-        texts = {name: short_repr(value) for name, value in options.items()}
-        this.given_options = {n: text for n, text in texts.items() if text != defaults[n]}
-        init(*args, **options)
-
-    return checked
+    listed = list(names) if isinstance(names, Sequence) and not isinstance(names, str) else [None]
+    if not all(isinstance(name, str) for name in listed):
+        hint = "Write a list such as ['generator', 'discriminator']."
+        raise expected(key, "a list of names", names, hint)

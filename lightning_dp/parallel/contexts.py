@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,20 +45,10 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
 
 
 class StandIn(partial[Any]):
-    """Stands on an object for one of its methods.
+    """Stands on an object for one of its methods, for `replaced`.
 
     A copy or a pickle of the object that is made meanwhile, to save or to average it, has its own
     method there: what stands in for the original's must not follow it.
-
-    Example:
-        >>> import copy
-        >>> class Greeter:
-        ...     def word(self):
-        ...         return "hello"
-        >>> greeter = Greeter()
-        >>> with standing_in(greeter, "word", lambda: "goodbye"):
-        ...     greeter.word(), copy.deepcopy(greeter).word()
-        ('goodbye', 'hello')
     """
 
     _owner: weakref.ref[Any]
@@ -80,33 +70,5 @@ class StandIn(partial[Any]):
         return getattr, (self._owner(), self._name)
 
 
-def standing_in(owner: Any, name: str, call: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Has something called in the place of a method for a while, see `StandIn`."""
-    return replaced(owner, **{name: StandIn(owner, name, call)})
-
-
 def _itself(value: Any) -> Any:
     return value
-
-
-class ObjectProxy:
-    """Has the class and the attributes of another object; copies and pickles are the other's.
-
-    A subclass replaces some of its methods.
-    """
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    @property  # type: ignore[misc]  # it cannot be set
-    def __class__(self) -> type[Any]:
-        """The original's, for `isinstance`."""
-        return type(self._original)
-
-    def __getattr__(self, name: str) -> Any:
-        """All else is the original's."""
-        return getattr(self._original, name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or a pickle is one of the original."""
-        return self._original.__reduce_ex__(protocol)

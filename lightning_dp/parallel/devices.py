@@ -11,9 +11,6 @@ import torch
 
 from lightning_dp.parallel.checks import expected
 
-_HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
-_PEAK = "max_memory_allocated"
-
 DeviceLike: TypeAlias = torch.device | str | int
 """A device as people write it: `torch.device("cuda", 1)`, `"cuda:1"`, `1` or `"cpu"`."""
 
@@ -53,11 +50,11 @@ def cores() -> int:
 
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
     """Turns what the user wrote, as the option `key`, into existing devices; one may repeat."""
-    if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
         wanted = "a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']"
         raise expected(key, wanted, devices, "Put the device into a list.")
     if not devices:
-        raise expected(key, "at least one device", devices, "")
+        raise expected(key, "at least one device", devices)
     return [_existing(entry, f"{key}[{i}]") for i, entry in enumerate(devices)]
 
 
@@ -72,18 +69,13 @@ def resolve_output_device(
         return devices[0]
     if isinstance(output_device, str) and output_device.isdigit():
         output_device = int(output_device)  # as a command line gives it
-    if isinstance(output_device, bool) or not isinstance(output_device, int):
+    if type(output_device) is not int:
         return _existing(output_device, "output_device")
     if devices[0].type != "cpu":
         return _existing(f"{devices[0].type}:{output_device}", "output_device")
     if not 0 <= output_device < len(devices):
-        raise expected(
-            "output_device",
-            f"an index from 0 to {len(devices) - 1} (there are {len(devices)} CPU replicas), a "
-            "device name or None",
-            output_device,
-            "Use 'cpu', or leave it out for the root device.",
-        )
+        wanted = f"an index of a CPU replica from 0 to {len(devices) - 1}, a device name or None"
+        raise expected("output_device", wanted, output_device, "Choose one of these.")
     return devices[output_device]
 
 
@@ -93,40 +85,29 @@ def minus_one_is_cpu(device: Any) -> Any:
 
 
 def _existing(entry: DeviceLike, key: str) -> torch.device:
-    device = _parse(entry, key)
-    count, visible = device_count(device.type), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if (device.index or 0) < count:
-        return CPU if device.type == "cpu" else torch.device(device.type, device.index or 0)
-    if device.type == "cpu":
-        hint = "Repeat 'cpu' for more replicas on it."
-        raise expected(key, "'cpu' (the CPU is one device)", entry, hint)
-    wanted = f"one of {device.type}:0 to {device.type}:{count - 1}"
-    if count == 0:
-        wanted = f"a device of this machine, which has no usable {device.type!r} device"
-    hint = "Choose a device that exists, or 'cpu'."
-    if device.type == "cuda" and visible:
-        hint = f"CUDA_VISIBLE_DEVICES={visible} hides all other GPUs; these count from 0."
-    raise expected(key, wanted, entry, hint)
-
-
-def _parse(entry: DeviceLike, key: str) -> torch.device:
-    if isinstance(entry, torch.device):
-        return CPU if entry.type == "cpu" and not entry.index else entry
-    if isinstance(entry, bool) or not isinstance(entry, int | str):
-        raise expected(key, "a device, its name or its id", entry, "")
-    if isinstance(entry, str) and not entry.lstrip("-").isdigit():
-        try:
-            return CPU if entry == "cpu:0" else torch.device(entry)
-        except RuntimeError:
-            wanted = "a device name such as 'cuda:1' or 'cpu'"
-            raise expected(key, wanted, entry, "Correct the spelling.") from None
-    number, kind = int(entry), accelerator_type()
-    if number < 0:
-        raise expected(key, "an id of 0 or more", entry, "")
-    if kind is None:
-        wanted = "'cpu', since this machine has no accelerator"
-        raise expected(key, wanted, entry, "Write ['cpu'] * K for K replicas.")
-    return torch.device(kind, min(number, _HIGHEST_ID))
+    """A device of this machine, with its index."""
+    name, kind = entry, accelerator_type()
+    if isinstance(entry, bool) or not isinstance(entry, torch.device | int | str):
+        raise expected(key, "a device, its name or its id", entry)
+    if isinstance(entry, int) or (isinstance(entry, str) and entry.isdigit()):
+        if kind is None:
+            wanted = "'cpu', since this machine has no accelerator"
+            raise expected(key, wanted, entry, "Write ['cpu'] * K for K replicas.")
+        name = f"{kind}:{entry}"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError):
+        wanted = "a device name such as 'cuda:1' or 'cpu', or an id from 0"
+        raise expected(key, wanted, entry, "Correct the spelling.") from None
+    count = device_count(device.type)
+    if (device.index or 0) >= count:
+        wanted = f"one of {device.type}:0 to {device.type}:{count - 1}"
+        if device.type == "cpu":
+            wanted = "'cpu' (the CPU is one device, which may repeat)"
+        elif count == 0:
+            wanted = f"a device of this machine, which has no usable {device.type!r} device"
+        raise expected(key, wanted, entry, "Choose a device that exists.")
+    return CPU if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 def replica_names(devices: Sequence[torch.device], process: int | None = None) -> list[str]:
@@ -153,32 +134,31 @@ def replica_text(k: int, names: Sequence[str]) -> str:
     return f"replica {k} on {names[k]}"
 
 
-# What devices say of themselves
+# What devices say of themselves; the CPU, and others that do not count, say 0
 
 
 def _call(device: torch.device, name: str) -> Any:
-    """Calls a function of what torch has for a device's type; 0 where there is none."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     return getattr(module, name)(device) if hasattr(module, name) else 0
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use on a device since `reset_peak_memory`; 0 if none counts."""
-    return int(_call(device, _PEAK))
+    """The most bytes that were in use on a device since `reset_peak_memory`."""
+    return int(_call(device, "max_memory_allocated"))
 
 
 def allocated_memory(device: torch.device) -> int:
-    """The bytes in use on a device now; 0 if none counts."""
+    """The bytes in use on a device now."""
     return int(_call(device, "memory_allocated"))
 
 
 def busy_clock(device: torch.device) -> float:
-    """Seconds that a simulated device has computed so far; 0 for real devices, which count none."""
+    """Seconds that a simulated device has computed so far."""
     return float(_call(device, "busy_seconds"))
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new peak where devices count their memory."""
+    """Starts a new peak."""
     _call(device, "reset_peak_memory_stats")
 
 
@@ -191,35 +171,25 @@ def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]
     return None if make_context is None else make_context()
 
 
-def counts_memory(device: torch.device) -> bool:
-    """Whether a device reports the memory in use on it, and its total."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
-
-
 def out_of_memory_count(device: torch.device) -> int:
-    """How often a device has run out of memory so far; 0 if none counts."""
-    return int(_call(device, "memory_stats").get("num_ooms", 0)) if counts_memory(device) else 0
+    """How often a device has run out of memory so far."""
+    return int((_call(device, "memory_stats") or {}).get("num_ooms", 0))
 
 
 def memory_capacity(device: torch.device) -> int:
     """The bytes that this process can have on a device, with what it has; 0 if none counts."""
-    if not counts_memory(device):
-        return 0
-    free, _ = _call(device, "mem_get_info")
+    free, _ = _call(device, "mem_get_info") or (0, 0)
     return int(free + _call(device, "memory_reserved"))
 
 
 def memory_capacities(devices: Sequence[torch.device], *, must_count: bool = True) -> list[int]:
     """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared."""
-    on_cpu = all(device.type == "cpu" for device in devices)
-    unknown = [] if on_cpu or not must_count else [str(d) for d in devices if not counts_memory(d)]
-    if unknown:
-        raise ValueError(
-            "split='memory': expected devices that count their memory, such as GPUs, got "
-            f"{', '.join(unknown)} among them. Use weights=[...] for fixed shares."
-        )
-    return list(map(memory_capacity, devices))
+    found = list(map(memory_capacity, devices))
+    if must_count and not all(found) and any(device.type != "cpu" for device in devices):
+        wanted = "devices that count their memory, such as GPUs"
+        hint = "Use weights=[...] for fixed shares."
+        raise expected("split='memory'", wanted, [*map(str, devices)], hint)
+    return found
 
 
 def memory_text(device: torch.device) -> str:

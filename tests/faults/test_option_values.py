@@ -123,23 +123,16 @@ def test_numbers_of_numpy_are_numbers() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"outputdevice": 1}, r"got 'outputdevice'\. Did you mean 'output_device'\?"),
-        ({"find_unused_parameters": True}, r"got 'find_unused_parameters'\. They are \['mode', "),
-    ],
-)
-def test_an_option_that_is_none_is_refused_by_name(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(TypeError, match=rf"^DataParallelStrategy: expected .*{told}"):
-        DataParallelStrategy(**options)
-    with pytest.raises(TypeError, match=r"^DataParallelStrategy: expected .* mode='forward'"):
+def test_an_option_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'outputdevice'"):
+        DataParallelStrategy(outputdevice=1)  # type: ignore[call-arg]  # on purpose
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
         DataParallelStrategy("forward")  # type: ignore[call-arg]  # on purpose
 
 
 def test_a_strategy_shows_its_options_and_package() -> None:
     options: dict[str, Any] = {"mode": "step", "split": "auto", "weights": None, "dim": 1}
-    text = "<DataParallelStrategy(split='auto', dim=1) for a Trainer of lightning>"
+    text = "<DataParallelStrategy(mode='step', split='auto') for a Trainer of lightning>"
     assert repr(DataParallelStrategy(**options)) == text
     trainer = Trainer(strategy="dp_custom_forward", accelerator="cpu", devices=1, logger=False)
-    assert "(mode='forward')" in repr(copy.deepcopy(trainer.strategy))
+    assert "(mode='forward', " in repr(copy.deepcopy(trainer.strategy))

@@ -27,10 +27,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_ids_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_those_of_the_process() -> None:
     assert resolve_devices([1, "cuda:0"]) == [torch.device("cuda", 1), torch.device("cuda", 0)]
     assert all_devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     uses = [
         lambda: DataParallelStrategy(devices=[7, 9]),
         lambda: DataParallel(torch.nn.Linear(1, 1), device_ids=[7, 9]),
@@ -39,9 +38,6 @@ def test_ids_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for use in uses:
         with pytest.raises(ValueError, match=r": expected one of cuda:0 to cuda:1, got .*[79]"):
             use()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,9")
-    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=7,9 hides all other GPUs"):
-        uses[0]()
 
 
 @pytest.mark.parametrize("given", [[], "cuda:0", 3, [True], ["cuda:-1"], [-1], ["gpu"], ["cpu:1"]])

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch.profiler import record_function
 from typing_extensions import override
 
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics import StepRecorder, is_metric
-from lightning_dp.mode import Mode, Transfer, profiler_range
+from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.state import warn_of_step
@@ -77,7 +78,7 @@ class ForwardMode(Mode):
     @override
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls the step, and warns if the first one spread nothing."""
-        num_calls, num_cut = self.engine.num_calls, self.engine.num_cut
+        num_cut = self.engine.num_cut
         with self.engine.spreading(), _at(self.module, self.engine.output_device):
             output = getattr(self.module, method)(batch, *args)
         # A step without a result may compute nothing; one of manual optimisation returns nothing.
@@ -86,27 +87,18 @@ class ForwardMode(Mode):
             self._to_check.discard(method)
             if self.engine.num_cut == num_cut:
                 self._to_check.clear()
-                self._warn_of_no_spread(method, called=self.engine.num_calls > num_calls)
+                self._warn_of_no_spread(method)
         return output
 
-    def _warn_of_no_spread(self, method: str, *, called: bool) -> None:
+    def _warn_of_no_spread(self, method: str) -> None:
         children = self.module.named_children()
         names = [name for name, child in children if next(child.parameters(), None) is not None]
-        if called:
-            text = (
-                "the arguments of the calls had no tensor and no list that could be cut. Pass "
-                "tensors with one row per sample, or define split_batch(batch, sizes)."
-            )
-        else:
-            text = (
-                "it did not call self(...). Name the submodules that it calls, as in "
-                f"DataParallelStrategy(mode='forward', parallel_modules={names[:6]}), or compute "
-                "in forward and call self(...)."
-            )
         warn_of_step(
             self.module,
             f"{type(self.module).__qualname__}.{method}: expected calls that are spread over the "
-            f"devices, got none, so that all ran on {self.engine.devices[0]}: {text}",
+            f"devices, got none, so that all ran on {self.engine.devices[0]}. Call self(...) with "
+            "tensors that have a row per sample, or name the submodules that the step calls: "
+            f"DataParallelStrategy(mode='forward', parallel_modules={names[:6]}).",
         )
 
     @contextmanager
@@ -114,7 +106,7 @@ class ForwardMode(Mode):
     def during_backward(self) -> Iterator[None]:
         """Keeps calls spread: a checkpoint calls the module again in the backward."""
         here = _at(self.module, self.engine.output_device)
-        with profiler_range("lightning_dp.backward"), self.engine.spreading(), here:
+        with record_function("lightning_dp.backward"), self.engine.spreading(), here:
             yield
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -15,10 +15,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.profiler import record_function
 
 from lightning_dp.parallel.engine import Engine
-from lightning_dp.parallel.torch_private import is_profiling
 
 Transfer: TypeAlias = Callable[..., Any]
 """Lightning's transfer hooks: called with a batch or shard, a device and `dataloader_idx`."""
@@ -68,11 +66,6 @@ class Mode(ABC):
         """
         root = self.engine.devices[0]
         return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss
-
-
-def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A range of `torch.profiler`, if it records."""
-    return record_function(name) if is_profiling() else nullcontext()
 
 
 _STEPS: dict[Any, tuple[str, ...]] = {

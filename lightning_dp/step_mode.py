@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch.profiler import record_function
 from typing_extensions import override
 
 from lightning_dp.metrics import StepRecorder, is_metric
-from lightning_dp.mode import Mode, Transfer, profiler_range
+from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.replicate import layers_in
 from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
+from lightning_dp.parallel.torch_private import is_profiling
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -93,7 +95,7 @@ class StepMode(Mode):
 
     @override
     def during_backward(self) -> AbstractContextManager[Any]:
-        return profiler_range("lightning_dp.backward")
+        return record_function("lightning_dp.backward") if is_profiling() else nullcontext()
 
     @override
     def recover_backward(

@@ -67,9 +67,8 @@ class DataParallelMixin(CheckpointMixin):
             balanced; `self.all_gather` gives each the whole batch's tensors. `"forward"`: it runs
             once, with the whole batch on the output device, and only `self(x)` is spread over the
             replicas: exact for losses over the whole batch (contrastive, triplet) as they are
-            written; in one process only. A 0-dim float that `forward` returns, a loss say, is a
-            mean over its samples.
-            Modules with `automatic_optimization = False`, and with steps that take
+            written; in one process only. A 0-dim float that `forward` returns is a mean over its
+            samples. Modules with `automatic_optimization = False`, and with steps that take
             `dataloader_iter`, always train in forward mode; a line at INFO says so.
         devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
             for several replicas on one device: `["cuda:0", "cuda:0"]`, `["cpu"] * 4`. Integers
@@ -79,22 +78,19 @@ class DataParallelMixin(CheckpointMixin):
             name (`"cuda:1"`, `"cpu"`), a `torch.device`, or an integer: a device's id (on the
             CPU, a replica's index). Not a device of another process.
         split: how samples are shared out. `"even"`: sizes differ by at most one. `"auto"`: as
-            `"adaptive"`, on as many devices as make a step shortest; where the root alone is
-            fastest, it does the step as Lightning itself would. It goes by times: two runs may
-            differ by rounding, but with `Trainer(deterministic=True)` it is `"even"`. `"chunk"`:
-            the sizes of `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: leaves equally
-            much memory free on every device, by the peaks of the first steps. `"adaptive"`: lets
-            all devices end at the same time, by the times of the steps. `"cost"`: samples of
-            unequal cost (sequence length, nodes) go where there is least to do; costs come from the
+            `"adaptive"`, on as many devices as make a step shortest; with
+            `Trainer(deterministic=True)`, and in several processes, on all of them. `"chunk"`: the
+            sizes of `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: leaves equally much
+            memory free on every device, by the peaks of the first steps. `"adaptive"`: lets all
+            devices end at the same time, by the times of the steps. `"cost"`: samples of unequal
+            cost (sequence length, nodes) go where there is least to do; costs come from the
             module's method `sample_cost(batch)`, which returns a 1-D tensor, or from an entry of
-            the batch, see `sample_cost`. Or a function `(batch_size, devices) -> sizes`. What a
-            split learns goes into no checkpoint. Where memory runs out, every split gives the
-            device fewer samples, and the step runs again. Between processes shares are as the
-            numbers of devices.
+            the batch, see `sample_cost`. Or a function `(batch_size, devices) -> sizes`. Where
+            memory runs out, every split gives the device fewer samples, and the step runs again.
+            Between processes shares are as the numbers of devices.
         weights: fixed shares, one number of at least 0 per device of the machine: `[1, 3, 3, 3]`.
             Only their ratios matter, between machines too; 0 leaves a device idle, but not all of
-            a process. With `split="adaptive"`, the shares that it begins with. None for equal
-            shares.
+            a process. `split="adaptive"` begins with them. None for equal shares.
         sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
             as `"lengths"` or `"text.lengths"`; None to ask the module.
         dim: the dimension along which batches are cut and outputs joined.
@@ -116,20 +112,17 @@ class DataParallelMixin(CheckpointMixin):
         executor: how replicas run: in worker `"threads"`, `"inorder"` on the main thread (for a
             debugger), or `"auto"`, which measures both in the first steps and keeps the faster.
         check_first_step: whether the first step of each kind (training, validation, test, predict)
-            also runs on a few samples of its batch, once on the root alone and once split, to
-            compare loss, gradients, logged values, outputs, lists and buffers. Everything is put
-            back but files, environments, globals and the data module: a step that changes these
-            needs `False`. A difference is one warning that names what differs, the cause and what
-            to write instead; batch norm without sync and random numbers are one line at INFO.
-            `"auto"` leaves it out under `fast_dev_run`, for modules with compiled parts or more
-            than 4 GiB of tensors, and where state cannot be put back. What was found is
-            `first_step`, by the name of the step.
+            also runs on a few samples of its batch, once on the root alone and once split. A
+            difference in loss, gradients, logs, outputs, lists or buffers is one warning that names
+            the cause and what to write instead. Everything is put back but files, environments,
+            globals and the data module: a step that changes these needs `False`. `"auto"` leaves
+            it out under `fast_dev_run`, for modules with compiled parts or more than 4 GiB of
+            tensors, and where state cannot be put back.
         process_group_backend: with several processes, what moves bytes between them:
             `"gloo"`, `"nccl"` or `"cpu:gloo,cuda:nccl"`. None for gloo on CPUs, and for both on
             GPUs.
         timeout: how long a replica waits in a collective for one that does not come, and a process
-            for the others: a number of seconds, or a `timedelta`. None for half an hour, or for
-            torch's default between processes.
+            for the others: seconds, or a `timedelta`. None for half an hour, or torch's default.
         accelerator: as for every Lightning strategy; the Trainer sets it.
         cluster_environment: as for every Lightning strategy; the Trainer sets it.
         checkpoint_io: as for every Lightning strategy; None for `ModulePrefixCheckpointIO()`.
@@ -341,17 +334,17 @@ class DataParallelMixin(CheckpointMixin):
 
     def _check_processes(self, why_forward: str, *, synced: bool) -> None:
         """Refuses what looks at the whole batch: a step of several processes sees its own part."""
-        got = f"forward mode{f', as {why_forward}' if why_forward else ''}"
-        for key, expected, value, is_refused in (
-            ("mode", "step mode", got, bool(why_forward) or self._mode_name == "forward"),
-            ("sync_batchnorm", "False", "True", synced),
-        ):
-            if is_refused:
-                raise ValueError(
-                    f"{key}: expected {expected} in several processes, got {value}. Leave it out, "
-                    "or start one process, which can have all devices of the machine, or use "
-                    "Lightning's strategy='ddp'."
-                )
+        if why_forward or self._mode_name == "forward":
+            why = f", as {why_forward}" if why_forward else ""
+            refused = f"mode: expected step mode in several processes, got forward mode{why}"
+        elif synced:
+            refused = "sync_batchnorm: expected False in several processes, got True"
+        else:
+            return
+        raise ValueError(
+            f"{refused}. Leave it out, or start one process, which can have all devices of the "
+            "machine, or use Lightning's strategy='ddp'."
+        )
 
     def _new_mode(self, **others: Any) -> Mode:
         """Makes the mode that this run needs, with some of its engine's options replaced."""
@@ -523,13 +516,11 @@ class DataParallelMixin(CheckpointMixin):
     def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
         """Takes the training steps measured since the last call, in order, each of them once.
 
-        Empty with one device, after the fit, and if nothing is watched: see `watch`. In forward
-        mode each spread call of the module is a step. Of several processes each sees its own
-        devices.
+        Empty with one device, after the fit, and if nothing is watched. In forward mode each spread
+        call of the module is a step. Of several processes each sees its own devices.
 
         Args:
-            wait: whether to wait for GPUs to be through with all steps; else those that they are
-                still at are in a later call.
+            wait: whether to wait for GPUs; else steps that they are still at are in a later call.
         """
         return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
 

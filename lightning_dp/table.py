@@ -6,26 +6,17 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
-MOST_ROWS = 60
-
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows under headings, one text per column.
-
-    Args:
-        headings: one per column.
-        rows: of more than `MOST_ROWS` the first ones are shown.
-        left: how many columns are aligned to the left; the others are numbers.
-    """
-    lines = [headings, *rows[:MOST_ROWS]]
+    """Rows of texts under headings; the first `left` columns are aligned to the left."""
+    lines = [headings, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     align = [str.ljust] * left + [str.rjust] * (len(widths) - left)
     texts = [
         "  ".join(to(cell, width) for to, cell, width in zip(align, line, widths, strict=True))
         for line in lines
     ]
-    more = len(rows) - MOST_ROWS
-    return "\n".join([*map(str.rstrip, texts), *([f"... and {more} more"] if more > 0 else [])])
+    return "\n".join(map(str.rstrip, texts))
 
 
 class OneLineParser(ArgumentParser):

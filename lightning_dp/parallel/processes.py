@@ -22,10 +22,6 @@ from lightning_dp.parallel.comm import group
 T = TypeVar("T")
 
 
-class ProcessesApartError(RuntimeError):
-    """The processes did not all come to the same collective."""
-
-
 class World:
     """The processes. All of them call the same methods in the same order, from one thread each.
 
@@ -65,7 +61,7 @@ class World:
         places = [other for other, _ in received]
         if len(set(places)) > 1:
             got = ", ".join(f"process {rank} is at {other}" for rank, other in enumerate(places))
-            raise ProcessesApartError(
+            raise RuntimeError(
                 f"Expected all processes at the same collective, got: {got}. Make the same calls "
                 "in the same order in every process: they must not depend on its rank or its "
                 "samples."
@@ -205,26 +201,21 @@ def sum_gradients(parameters: Sequence[Tensor], world: World) -> None:
     """Makes the gradients of parameters those of all ranks; None where no rank has one.
 
     A first small all_reduce shows which gradients exist in any rank. These travel in buckets.
-
-    Raises:
-        ValueError: in all ranks, if one of them has a sparse gradient.
     """
-    grads = [parameter.grad for parameter in parameters]
-    flags = [[g is not None for g in grads], [g is not None and g.is_sparse for g in grads]]
-    of_any, work = world.all_reduce(torch.tensor(flags, dtype=torch.int32))
+    exist = torch.tensor([parameter.grad is not None for parameter in parameters]).int()
+    counts, work = world.all_reduce(exist)
     work.wait()
-    exist, are_sparse = of_any.bool().tolist()
-    if any(are_sparse):
-        raise ValueError(
-            "Expected dense gradients in several processes, got sparse ones of parameters of the "
-            f"shape {tuple(parameters[are_sparse.index(True)].shape)}. Use "
-            "nn.Embedding(sparse=False), or one process."
-        )
     sums: list[Tensor] = []
-    for parameter, exists in zip(parameters, exist, strict=True):
-        if exists:
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if count:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                raise ValueError(
+                    "Expected dense gradients in several processes, got a sparse one of a "
+                    f"parameter of the shape {tuple(parameter.shape)}. Use "
+                    "nn.Embedding(sparse=False), or one process."
+                )
             sums.append(parameter.grad.detach())
     sent = []
     for positions in group(sums):

@@ -107,9 +107,6 @@ class _Indices:
     def __init__(self, owner: RankLoader) -> None:
         self._owner = owner
 
-    def __len__(self) -> int:
-        return len(self._owner)
-
     def __iter__(self) -> Iterator[list[Any]]:
         return self._owner.draw()
 

@@ -109,7 +109,7 @@ REFUSALS = [
     "split: expected the same in all processes",
     "Trainer's max_epochs: expected the same in all processes, got 1, 2 in turn",
     "Expected the same parameters and buffers in every process",
-    "mode: expected step mode in several processes, got forward mode. Use step mode",
+    "mode: expected step mode in several processes, got forward mode. Leave it out",
     "got forward mode, as it sets automatic_optimization = False",
     "sync_batchnorm: expected False in several processes",
     "max_norm=...\\): expected none in several processes",

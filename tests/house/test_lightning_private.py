@@ -11,12 +11,14 @@ import lightning
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from support.processes import run_in_processes
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -149,6 +151,16 @@ def test_logger_connector_tells_when_logs_are_due() -> None:
     steps, rows = _fit(limit_train_batches=6, log_every_n_steps=3)
     assert steps.due == [False, False, True, False, False, True]
     assert rows.steps == [2, 5]
+
+
+def _ranks() -> tuple[int, int]:
+    private.join_process_group(TorchElasticEnvironment(), "gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+@pytest.mark.slow
+def test_init_dist_connection_makes_the_process_group() -> None:
+    assert run_in_processes(_ranks, 2) == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(("devices", "count"), [(3, 3), ("3", 3), ("auto", None), (1, None)])

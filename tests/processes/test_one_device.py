@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from support.oracle import Classifier, assert_equal_trees, loader, run, trainer
 from support.processes import run_in_processes
-from support.rerun_in_processes import assert_passed, run_again
+from support.rerun_in_processes import assert_pass_in_two_processes
 from test_conformance import OPTIONS
 from test_conformance import cases as conformance
 from torch import Tensor, nn
@@ -254,17 +254,17 @@ def rows() -> Iterator[Any]:
 
 
 def test_some_cases_of_the_conformance_matrix() -> None:
-    assert_passed(run_again([f"{MATRIX}[{name}]" for name in QUICK]))
+    assert_pass_in_two_processes([f"{MATRIX}[{name}]" for name in QUICK])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("names", "layout"), list(rows()))
 def test_the_conformance_matrix(names: list[str], layout: str) -> None:
-    assert_passed(run_again(names, devices=LAYOUTS[layout]))
+    assert_pass_in_two_processes(names, devices=LAYOUTS[layout])
 
 
 @pytest.mark.slow
 def test_the_promise_on_one_machine_holds() -> None:
     """But for what is refused by name, and for batch norm, which sees other shards."""
     chosen = "sim and not limited and not output_device and not forward and not uses_each_shards"
-    assert_passed(run_again(["same_numbers/test_same_numbers.py"], ["-k", chosen]))
+    assert_pass_in_two_processes(["same_numbers/test_same_numbers.py"], ["-k", chosen])

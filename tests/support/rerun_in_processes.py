@@ -17,67 +17,51 @@ from support import oracle
 from support.processes import run_in_processes
 
 TESTS = Path(__file__).parents[1]
-PASSED = "passed"
 
 
 class Outcomes:
     """A plugin that keeps what becomes of every test: "passed", or why not."""
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}
+        self.found: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.rpartition("/")[2]
-        if report.when == "call" or not report.passed:
-            told = PASSED if report.passed else f"{report.outcome} {report.when}: {report.longrepr}"
-            if self.told.get(name, PASSED) == PASSED:
-                self.told[name] = told
+        if not report.passed:
+            self.found[report.nodeid] = f"{report.outcome} {report.when}: {report.longrepr}"
+        elif report.when == "call":
+            self.found.setdefault(report.nodeid, "passed")
 
 
 def outcomes(names: Sequence[str], devices: int | None, options: Sequence[str]) -> dict[str, str]:
     """Runs tests in this process."""
     oracle.TOGETHER, oracle.DEVICES = True, devices
-    seen, said = Outcomes(), io.StringIO()
+    seen, printed = Outcomes(), io.StringIO()
     fixed = ["-q", "-s", "-p", "no:cacheprovider", "-n", "0", "-m", "not interop"]
     # One that hangs ends the run.
     fixed += ["-o", "faulthandler_timeout=100", "-o", "faulthandler_exit_on_timeout=true"]
     # Of hooks, about what is every process's own: those of these tests log what is the same in all.
     fixed += ["-W", "ignore:It is recommended to use `self.log"]
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = pytest.main([*(str(TESTS / n) for n in names), *fixed, *options], plugins=[seen])
-    if not seen.told:
-        raise AssertionError(f"Expected tests, got none (exit code {code}): {said.getvalue()}")
-    return seen.told
+    assert seen.found, f"Expected tests, got none (exit code {code}): {printed.getvalue()}"
+    return seen.found
 
 
-def run_again(
-    names: Sequence[str],
-    options: Sequence[str] = (),
-    *,
-    processes: int = 2,
-    devices: int | None = None,
-    seconds: float = 600.0,
-) -> dict[str, str]:
-    """What becomes of tests in several processes: "passed", or which process says what.
+def assert_pass_in_two_processes(
+    names: Sequence[str], options: Sequence[str] = (), devices: int | None = None
+) -> None:
+    """Runs tests in two processes, of which each must pass all.
 
     Args:
         names: of files, or of tests in them, as pytest takes them, in the folder of tests.
         options: others for pytest.
-        processes: how many run each test together.
         devices: how many they have together; None for what the tests say.
-        seconds: after which they hang.
     """
-    told = run_in_processes(outcomes, processes, names, devices, options, seconds=seconds)
-    everything = list(dict.fromkeys(name for own in told for name in own))
-    return {name: _joined([own.get(name, "not run") for own in told]) for name in everything}
-
-
-def _joined(told: Sequence[str]) -> str:
-    others = [f"process {rank}: {text}" for rank, text in enumerate(told) if text != PASSED]
-    return "\n".join(others) or PASSED
-
-
-def assert_passed(told: dict[str, str]) -> None:
-    """Asserts that all have passed."""
-    failed = [f"{name}\n{text}" for name, text in told.items() if text != PASSED]
-    assert not failed, f"{len(failed)} of {len(told)}:\n" + "\n\n".join(failed)
+    found = run_in_processes(outcomes, 2, names, devices, options, seconds=600.0)
+    failed = [
+        f"{name}, process {rank}: {text}"
+        for rank, own in enumerate(found)
+        for name, text in own.items()
+        if text != "passed"
+    ]
+    assert not failed and found[0].keys() == found[1].keys(), "\n\n".join(failed)

@@ -152,11 +152,6 @@ def allocated_memory(device: torch.device) -> int:
     return int(_call(device, "memory_allocated"))
 
 
-def busy_clock(device: torch.device) -> float:
-    """Seconds that a simulated device has computed so far."""
-    return float(_call(device, "busy_seconds"))
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Starts a new peak."""
     _call(device, "reset_peak_memory_stats")

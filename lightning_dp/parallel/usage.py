@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from operator import sub
 
 import torch
 
@@ -16,7 +15,6 @@ from lightning_dp.parallel.apply import Task
 from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.devices import (
     allocated_memory,
-    busy_clock,
     peak_memory,
     reset_peak_memory,
 )
@@ -52,8 +50,8 @@ class UsageMeter:
     """Measures every training step, once it `is_watched`.
 
     On accelerators, a replica's seconds are those between events at both ends of its forward and of
-    its backward; simulated devices count them themselves (`busy_clock`). On the CPU they are those
-    that its worker spent in its calls. Each measured step resets the devices' peaks of memory.
+    its backward; on the CPU those that its worker spent in its calls. Each measured step resets the
+    devices' peaks of memory.
     """
 
     is_watched = False
@@ -102,7 +100,7 @@ class UsageMeter:
         """Ends a step: all its work has been issued."""
         step, self._running = self._running, None
         if step is not None:
-            step.stop()
+            step.wall = time.perf_counter() - step.began
             self._stopped.append(step)
 
     # What was measured
@@ -143,36 +141,29 @@ class _Step:
 
     def __init__(self, devices: list[torch.device], sizes: Sizes) -> None:
         self.seconds = [0.0] * len(devices)  # of the workers
+        self.in_turns, self.wall = False, 0.0
         self.peak_bytes: tuple[int, ...] = ()
-        self.in_turns = False
         self._sizes, self._start_bytes = sizes, tuple(map(allocated_memory, devices))
         self._on_cpu = all(device.type == "cpu" for device in devices)
-        # Replicas that share a device share its clock, which cannot tell them apart.
-        self._devices = devices if len(set(devices)) == len(devices) else []
-        has_spans = self._devices and all(device.type != "cpu" for device in devices)
-        self.spans: list[list[DeviceTimer]] = [[] for _ in devices] if has_spans else []
-        self._clocks = list(map(busy_clock, self._devices))
-        self._began, self._wall = time.perf_counter(), 0.0
-
-    def stop(self) -> None:
-        self._wall = time.perf_counter() - self._began
-        self._clocks = list(map(sub, map(busy_clock, self._devices), self._clocks))
+        # Replicas that share a device share its streams, whose events cannot tell them apart.
+        are_apart = len(set(devices)) == len(devices)
+        has_events = are_apart and all(device.type != "cpu" for device in devices)
+        self.spans: list[list[DeviceTimer]] = [[] for _ in devices] if has_events else []
+        self.began = time.perf_counter()
 
     def is_over(self) -> bool:
-        return all(span.is_over() for span in chain.from_iterable(self.spans))
+        return all([span.is_over() for span in chain(*self.spans)])
 
     def wait(self) -> None:
-        for span in chain.from_iterable(self.spans):
+        for span in chain(*self.spans):
             span.wait()
 
     def usage(self) -> StepUsage:
         busy = self.seconds
-        if any(self._clocks):
-            busy = self._clocks
-        elif self.spans:
-            busy = [sum(span.seconds for span in of_device) for of_device in self.spans]
+        if self.spans:
+            busy = [sum([span.seconds for span in of_device]) for of_device in self.spans]
         # Only on the CPU do workers see the whole step: elsewhere autograd runs the backward.
-        total = max(self._wall, *busy) if self._on_cpu else max(busy)
+        total = max(self.wall, *busy) if self._on_cpu else max(busy)
         in_turns = self.in_turns and self._on_cpu and sum(map(bool, self._sizes)) > 1
         memory = self.peak_bytes, self._start_bytes
         return StepUsage(self._sizes, tuple(busy), total, *memory, in_turns)

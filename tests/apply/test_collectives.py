@@ -402,7 +402,7 @@ def test_waiting_is_not_work(executor: str) -> None:
     def busy() -> list[float]:
         with engine_of(step, (1, 2), executor=executor) as engine:
             train(engine, (1, 2))
-            return [usage.busy_seconds for usage in engine.meter.usage]
+            return [usage.busy_seconds for usage in engine.usage]
 
     assert busy()[1] > 0.09
     assert quickest(lambda: busy()[0], 0.05) < 0.05

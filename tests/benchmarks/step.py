@@ -152,9 +152,9 @@ def overheads(k: int = 4, steps: int = 60) -> Times:
     drop_in = lightning_dp.DataParallel(module, [CPU] * k, executor="inorder")
 
     def own() -> float:
-        before = sum(usage.busy_seconds for usage in engine.meter.usage)
+        before = sum(usage.busy_seconds for usage in engine.usage)
         engine.train("training_step", engine.scatter(batch)).backward()
-        return sum(usage.busy_seconds for usage in engine.meter.usage) - before
+        return sum(usage.busy_seconds for usage in engine.usage) - before
 
     def bare() -> None:
         for module, part in zip(copies, batch.chunk(k), strict=True):

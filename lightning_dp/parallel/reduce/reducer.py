@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,10 +40,6 @@ from lightning_dp.parallel.torch_private import (
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
-
-Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
-"""A method that runs the replicas' backwards, given the joint loss's gradient and whether graphs
-are kept."""
 
 _GRAD: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
@@ -118,12 +114,10 @@ class Reducer:
 
     def commit(self) -> None:
         """The backward has ended: its gradients, and the step's buffers, reach the root."""
-        self.take_buffers()
         if self.backward is not None:
             self.backward.commit()
             self.backward = None
-        if self.rank_samples is not None:
-            self._exchange_buffers()
+        self._finish()
 
     def abort(self) -> None:
         """The backward has failed; it stays known until `undo` or `settle`."""
@@ -144,10 +138,7 @@ class Reducer:
                 return
             wait_for_autograd(self._devices)
             self._discard()
-        if self._forward is not None:
-            self.take_buffers()
-        if self.rank_samples is not None:
-            self._exchange_buffers()
+        self._finish()
 
     def close(self) -> None:
         """Ends what is open, in this process alone: after an error the others do not come."""
@@ -171,22 +162,21 @@ class Reducer:
         Not before the backward, which checks that nothing it has saved was written to.
         """
         shards, self._forward = self._forward, None
-        if shards is None:
-            return
-        if not self._root_keeps_its_buffers(shards):
+        if shards is not None and not self._root_keeps_its_buffers(shards):
             buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._policy)
 
-    def _exchange_buffers(self) -> None:
-        """Gives all ranks the same buffers: those of the first with samples, or the mean."""
+    def _finish(self) -> None:
+        """Gives the root the step's buffers, and all ranks the same ones."""
+        if self._forward is not None:
+            self.take_buffers()
         samples, self.rank_samples = self.rank_samples, None
-        if samples is None or self._world is None:
-            return
-        root = self._replicas.buffers_of_steps[0]
-        rows = zip(self._world.all_gather_objects(root, "its buffers"), samples, strict=True)
-        worked = [(row, n) for row, n in rows if n]
-        reduce_buffers(root, [row for row, _ in worked], [n for _, n in worked], self._policy)
+        if samples is not None and self._world is not None:
+            root = self._replicas.buffers_of_steps[0]
+            rows = zip(self._world.all_gather_objects(root, "its buffers"), samples, strict=True)
+            worked = [(row, n) for row, n in rows if n]
+            reduce_buffers(root, [row for row, _ in worked], [n for _, n in worked], self._policy)
 
 
 # The joint loss
@@ -195,13 +185,13 @@ class Reducer:
 class JointBackward:
     """The backward of a joint loss. Only it holds the replicas' graphs, and frees them on OOM.
 
-    Losses of weight 0 are left out: the gradient of a mean over nothing would be NaN.
-
     Args:
         name: of the step, for errors.
         shards: the batch.
-        parts: replicas, their losses, and the weights of these in the joint loss.
-        run: a method, held weakly: a graph that reaches its own holder is never freed.
+        parts: replicas, their losses, and the weights of these in the joint loss. Losses of weight
+            0 are left out: the gradient of a mean over nothing would be NaN.
+        run: the engine's method that runs it, held weakly: a graph that reaches its own holder is
+            never freed.
         devices: accelerators, on whose present current streams the backward runs.
         crosses: whether one replica's graph continues in another's, so that they cannot run alone.
     """
@@ -211,7 +201,7 @@ class JointBackward:
         name: str,
         shards: Shards,
         parts: Iterable[tuple[int, Tensor, float]],
-        run: Run,
+        run: Callable[[JointBackward, Tensor, bool], None],
         devices: Sequence[torch.device],
         *,
         crosses: bool = False,
@@ -221,16 +211,16 @@ class JointBackward:
         self._run = weakref.WeakMethod(run)
         self._streams = side_streams(devices) if devices else []
 
-    def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
+    def attach(self, joint: Tensor, requested: Sequence[Tensor] = ()) -> Tensor:
         """A loss of the same value whose backward is this one.
 
-        It is a function of the requested parameters, so that a backward for these alone, which is
-        refused, gets here.
+        As a function of `requested` parameters: a backward for these alone gets here, and is
+        refused.
         """
-        return _joint_loss(joint.detach().requires_grad_(), self, *requested_parameters)
+        return _joint_loss(joint.detach().requires_grad_(), self, *requested)
 
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
-        """Runs it by the engine's method."""
+        """Runs it, given the joint loss's gradient and whether graphs are kept."""
         run = self._run()
         if run is None:
             raise RuntimeError("Expected a loss whose engine still exists, got one that is gone.")
@@ -255,9 +245,9 @@ class JointBackward:
 
     def run_together(self, gradient: Tensor, keep_graph: bool) -> None:
         """One backward of all graphs."""
-        losses = [loss for _, loss, _ in self.parts]
         # Autograd makes a new gradient for each backward: this thread need not wait for its copies.
         gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
+        losses = [loss for _, loss, _ in self.parts]
         torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
 
 
@@ -272,17 +262,14 @@ class _JointLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "Expected a backward without create_graph=True on the joint loss: the sums of the "
-                "replicas' gradients have no graph. Take second derivatives inside training_step, "
-                "where torch.autograd.grad(..., create_graph=True) works on every replica."
+                "Expected a backward without create_graph=True: sums over replicas have no graph. "
+                "Take second derivatives by torch.autograd.grad inside training_step."
             )
         leaf, _ = ctx.next_functions[0]  # leaves come first in the graph
         if not will_run(leaf):
             raise RuntimeError(
                 "Expected loss.backward() for all parameters of the module, got inputs=... or "
-                "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
-                "gradients inside training_step, use manual optimisation, where "
-                "self.manual_backward(loss, inputs=...) works, or "
+                "torch.autograd.grad. Take such gradients inside training_step, or use "
                 'DataParallelStrategy(mode="forward").'
             )
         ctx.joint_backward(gradient, keeps_graph())
@@ -376,8 +363,7 @@ class Backward:
     def abort(self) -> None:
         """Gives the root its earlier gradients and its hooks back, once.
 
-        From here on the caller may change them. It waits for nothing: this may be one of autograd's
-        threads.
+        Waits for nothing: this may be one of autograd's threads.
         """
         if self._earlier is not None:
             self._earlier.put_back()
@@ -420,7 +406,6 @@ class SuspendedHooks:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._hooks = [(parameters[i], take_hooks_off(parameters[i])) for i in hooked(parameters)]
         self._are_off = True
-        self._filled: set[int] = set()  # ids of the parameters that have got gradients
 
     def __len__(self) -> int:
         """How many parameters have hooks."""
@@ -433,12 +418,13 @@ class SuspendedHooks:
         self._are_off = False
 
     def call_with_gradients(self) -> None:
-        """Calls the tensors' hooks with their new gradients, which they may replace."""
+        """Calls the tensors' hooks with their new gradients, which they may replace.
+
+        Parameters without one are left out from here on.
+        """
+        self._hooks = [(p, hooks) for p, hooks in self._hooks if p.grad is not None]
         for parameter, hooks in self._hooks:
             gradient = parameter.grad
-            if gradient is None:
-                continue
-            self._filled.add(id(parameter))
             for hook in (hooks.on_gradient or {}).values():
                 answer = hook(gradient)
                 gradient = gradient if answer is None else answer
@@ -447,9 +433,8 @@ class SuspendedHooks:
     def call_after_accumulation(self) -> None:
         """Calls the hooks that see the parameter once its gradient has been accumulated."""
         for parameter, hooks in self._hooks:
-            if id(parameter) in self._filled:
-                for hook in (hooks.on_parameter or {}).values():
-                    hook(parameter)
+            for hook in (hooks.on_parameter or {}).values():
+                hook(parameter)
 
 
 # Sums

@@ -7,7 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar
 
-import torch
 from torch import nn
 
 from lightning_dp.checkpointing.state_keys import match_keys, normalize_state_dict
@@ -23,11 +22,11 @@ from lightning_dp.parallel.devices import (
     resolve_output_device,
 )
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.functional import check_is_on, gather, parallel_apply, replicate
+from lightning_dp.parallel.functional import check_is_on
 from lightning_dp.parallel.gather import Override, check_overrides
 from lightning_dp.parallel.reduce import BUFFERS, Buffers
-from lightning_dp.parallel.scatter import cut_for, infer_for, to_device
-from lightning_dp.parallel.split import OwnSplit, SplitPolicy, check_split, even, split_policy
+from lightning_dp.parallel.scatter import to_device
+from lightning_dp.parallel.split import OwnSplit, SplitPolicy, check_split, split_policy
 from lightning_dp.parallel.torch_private import not_compiled
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -45,9 +44,8 @@ class DataParallel(nn.Module, Generic[Module]):
     a call did not use keep the gradient None; hooks of `module` itself see whole batches; it works
     on the CPU; and `state_dict()` has no prefix `module.`.
 
-    A subclass may replace `scatter`, `replicate`, `parallel_apply` or `gather`. Its calls then go
-    through these four, as in `torch.nn.DataParallel`: with an even split, and new replicas and
-    threads in each call.
+    A subclass that replaces stages of `torch.nn.DataParallel` (`scatter`, `replicate`,
+    `parallel_apply`, `gather`) is refused: its `forward` calls the functions of these names.
 
     Args:
         module: the module, on the first device.
@@ -142,9 +140,13 @@ class DataParallel(nn.Module, Generic[Module]):
         if self._identity != id(self):  # a wrapper around this one has replicated it
             return self.module(*inputs, **kwargs)
         check_is_on(self.module, self.src_device_obj)
-        own, base = vars(self), DataParallel
-        if any([s in own or getattr(type(self), s) is not getattr(base, s) for s in STAGES]):
-            return self._forward_by_stages(inputs, kwargs)
+        own = [name for name in STAGES if name in vars(self) or hasattr(type(self), name)]
+        if own:
+            raise TypeError(
+                f"{type(self).__qualname__}: expected no stages of its own, got {own}, which the "
+                "engine would not call. Override forward, and call lightning_dp.scatter, "
+                "replicate, parallel_apply and gather there."
+            )
         if len(self.devices) == 1:
             inputs, kwargs = to_device((inputs, kwargs), self.src_device_obj)
             return to_device(self.module(*inputs, **kwargs), self.output_device)
@@ -186,51 +188,6 @@ class DataParallel(nn.Module, Generic[Module]):
     def _policy(self) -> SplitPolicy:
         capacities = partial(memory_capacities, self.devices)
         return split_policy(self._split, self._weights, self.devices, capacities)
-
-    # The stages, for subclasses: arguments come in two sequences, positional and named ones, with
-    # an entry for each device that has samples.
-
-    def scatter(
-        self, inputs: Any, kwargs: Any, device_ids: Sequence[DeviceLike | None]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Cuts the arguments of a call evenly and moves them; to the first device if uncuttable."""
-        arguments = {**dict(enumerate(inputs)), **(kwargs or {})}
-        inferred = infer_for(self.module, arguments, self.dim, is_call_arguments=True)
-        if inferred.size:
-            sizes = even(inferred.size, len(device_ids))
-            self.last_sizes = tuple(size for size in sizes if size)
-            parts = cut_for(self.module, arguments, inferred, self.last_sizes, self.dim)
-        else:
-            self.last_sizes, parts = (1,), [arguments]
-        moved = list(map(to_device, parts, _resolved(device_ids)))
-        args = tuple(tuple(part.pop(i) for i in range(len(inputs))) for part in moved)
-        return args, tuple(moved)
-
-    def replicate(self, module: Any, device_ids: Sequence[DeviceLike | None]) -> list[Any]:
-        """A module on these devices; without gradients its replicas are detached."""
-        return replicate(module, _resolved(device_ids), detach=not torch.is_grad_enabled())
-
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        """The outputs of the replicas; None of those whose arguments are None."""
-        return parallel_apply(replicas, inputs, kwargs)
-
-    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
-        """Joins the outputs, see `lightning_dp.gather`; 0-dim ones are stacked."""
-        return gather(outputs, output_device, self.dim, scalars="stack")
-
-    def _forward_by_stages(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        has_split = self._split != "even" or self._weights is not None
-        if has_split or list(self._options.values()) != ["first", "auto", None]:
-            raise ValueError(
-                f"{type(self).__qualname__}: expected no option but device_ids, output_device and "
-                "dim, as it replaces stages of DataParallel, got split, weights, buffers, executor "
-                "or gather_overrides. Leave these out, and do their work in the stages."
-            )
-        args, named = self.scatter(inputs, kwargs, self.device_ids)
-        if len(self.device_ids) == 1:
-            return to_device(self.module(*args[0], **named[0]), self.output_device)
-        replicas = self.replicate(self.module, self.device_ids[: len(args)])
-        return self.gather(self.parallel_apply(replicas, args, named), self.output_device)
 
     # Its life and its state
 
@@ -306,11 +263,6 @@ def check_engine_options(
 def _announce(latest: SimpleNamespace, asked: bool, report: Report) -> None:
     latest.report = report
     announce(report, asked=asked, stacklevel=3)
-
-
-def _resolved(device_ids: Sequence[DeviceLike | None]) -> list[torch.device]:
-    """The devices of ids as `device_ids` has them, where CPU devices are None."""
-    return resolve_devices(["cpu" if d is None else d for d in device_ids], "device_ids")
 
 
 def _add_prefix(

@@ -79,8 +79,8 @@ def parallel_apply(
 ) -> list[Any]:
     """Calls all replicas at the same time, each in a thread of its own.
 
-    The threads have the caller's state: grad and inference mode, autocast, default device, modes
-    and context variables.
+    The threads have the caller's state: grad and inference mode, autocast, default device and
+    context variables.
 
     Args:
         replicas: one module per device.

@@ -10,8 +10,7 @@ import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import attrgetter
 from types import CellType, FunctionType
@@ -115,11 +114,6 @@ def set_batch_shape(distribution: Any, shape: torch.Size) -> None:
     distribution._batch_shape = shape
 
 
-def argument_names(operator: Any) -> list[str]:
-    """The names of the arguments of one of torch's operators."""
-    return [argument.name for argument in operator._schema.arguments]
-
-
 def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether no other tensor, such as a view, shares the tensor's memory."""
     memory = cast(Any, tensor.untyped_storage())
@@ -169,8 +163,6 @@ keeps_graph: Callable[[], bool] = _found("_C._autograd._get_current_graph_task_k
 """In a node: whether this backward was called with `retain_graph=True`."""
 will_run: Callable[[Any], bool] = _found("_C._will_engine_execute_node")
 """In a node: whether this backward, which may have `inputs=`, also runs a node."""
-backward_id: Callable[[], int] = _found("_C._current_graph_task_id")
-"""The number of the backward whose node the calling thread runs; -1 outside of backwards."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -194,7 +186,7 @@ def saved_tensors_functions() -> Functions | None:
 
 def is_in_backward() -> bool:
     """Whether the calling thread runs a node of a backward."""
-    return backward_id() != -1
+    return bool(_torch._C._current_graph_task_id() != -1)
 
 
 @cache
@@ -244,14 +236,6 @@ def check_dual_levels(check: Callable[[], None]) -> None:
 # --- Modes: the default device, torch function modes, dispatch modes
 
 
-class Modes(NamedTuple):
-    """The modes of a thread, outermost first; the default device is kept apart."""
-
-    default_device: torch.device | None = None
-    function: tuple[Any, ...] = ()
-    dispatch: tuple[Any, ...] = ()
-
-
 def has_modes() -> bool:
     """Whether the calling thread has modes, a default device or saved tensor hooks."""
     names = _torch._C
@@ -262,38 +246,26 @@ def has_modes() -> bool:
     )
 
 
-def current_modes() -> Modes:
-    """The calling thread's modes."""
-    device_context = _torch.utils._device.DeviceContext
-    dispatch = _torch.utils._python_dispatch
-    default, others = None, []
-    for mode in _torch.overrides._get_current_function_mode_stack():
-        if isinstance(mode, device_context):
-            default = mode.device
-        else:
-            others.append(mode)
-    return Modes(default, tuple(others), tuple(dispatch._get_current_dispatch_mode_stack()))
+def default_device() -> torch.device | None:
+    """The calling thread's default device, if it has set one."""
+    return next((mode.device for mode in reversed(_function_modes()) if _is_device(mode)), None)
 
 
-@contextmanager
-def in_modes(modes: Modes) -> Iterator[None]:
-    """Enters modes that other threads have entered too.
+def has_own_modes() -> bool:
+    """Whether there are modes or hooks that other threads cannot enter too: all but a device."""
+    return has_modes() and (
+        saved_tensors_functions() is not None
+        or _torch._C._len_torch_dispatch_stack() > 0
+        or not all(map(_is_device, _function_modes()))
+    )
 
-    Entering the mode objects themselves would write to them.
-    """
-    dispatch = _torch.utils._python_dispatch
-    with nullcontext() if modes.default_device is None else modes.default_device:
-        for mode in modes.function:
-            _torch.overrides._push_mode(mode)
-        for mode in modes.dispatch:
-            dispatch._push_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in modes.dispatch:
-                dispatch._pop_mode()
-            for _ in modes.function:
-                _torch.overrides._pop_mode()
+
+def _function_modes() -> list[Any]:
+    return list(_torch.overrides._get_current_function_mode_stack())
+
+
+def _is_device(mode: Any) -> bool:
+    return isinstance(mode, _torch.utils._device.DeviceContext)
 
 
 # --- The compiler
@@ -352,20 +324,9 @@ def num_compiled_frames() -> int:
     return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
-_is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)
-
-
-@contextmanager
-def more_recompilations(times: int) -> Iterator[None]:
-    """Multiplies dynamo's recompile limits, once where such blocks are nested."""
-    if _is_raised.get():
-        yield
-        return
+def more_recompilations(times: int) -> AbstractContextManager[None]:
+    """Raises dynamo's recompile limits, which count all replicas together, for a while."""
     config: Any = importlib.import_module("torch._dynamo.config")
-    names = ("recompile_limit", "accumulated_recompile_limit")
-    token = _is_raised.set(True)
-    try:
-        with config.patch({name: getattr(config, name) * times for name in names}):
-            yield
-    finally:
-        _is_raised.reset(token)
+    defaults = {"recompile_limit": 8, "accumulated_recompile_limit": 256}
+    limits = {name: max(getattr(config, name), times * n) for name, n in defaults.items()}
+    return cast(AbstractContextManager[None], config.patch(limits))

@@ -647,3 +647,36 @@ def test_calls_that_are_refused(make: Any, args: Any, message: str) -> None:
 def test_unusable_options_are_refused_at_once(module: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError if isinstance(module, nn.Module) else TypeError, match=message):
         DataParallel(module, **{"device_ids": ["cpu"] * 2, **options})
+
+
+class OwnGather(DataParallel[nn.Module]):
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return outputs
+
+
+def test_stages_of_a_subclass_or_of_a_wrapper_are_refused() -> None:
+    with_own = ours(perceptron())
+    with_own.scatter = lambda *args: args
+    for wrapper, name in ((OwnGather(perceptron(), ["cpu"] * 2), "gather"), (with_own, "scatter")):
+        with pytest.raises(TypeError, match=rf"expected no stages of its own, got \['{name}'\]"):
+            wrapper(inputs())
+
+
+class Delegates(DataParallel[nn.Module]):
+    """Whatever it does not have, the module has."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def test_a_wrapper_that_hands_attributes_on_to_the_module() -> None:
+    one, net = pair(lambda: nn.Linear(4, 2))
+    wrapper = Delegates(net, ["cpu"] * 2)
+    assert wrapper.in_features == 4 and wrapper.weight is net.weight
+    assert_equal_trees(wrapper(inputs()), one(inputs()), "outputs", **EXACT)
+    with pytest.raises(AttributeError, match="nonsense"):
+        wrapper.nonsense  # noqa: B018  # reading it is what fails
+    wrapper.close()

@@ -55,10 +55,8 @@ def wrapping() -> Iterator[Callable[..., DataParallel[Any]]]:
     """Wraps modules for K devices, as `wrap(module, k, **options)`; the wrappers are closed."""
     wrappers = []
 
-    def wrap(
-        module: nn.Module, k: int, cls: type[Any] = DataParallel, **options: Any
-    ) -> DataParallel[Any]:
-        wrappers.append(cls(module.to(devices_of(1)[0]), devices_of(k), **options))
+    def wrap(module: nn.Module, k: int, **options: Any) -> DataParallel[Any]:
+        wrappers.append(DataParallel(module.to(devices_of(1)[0]), devices_of(k), **options))
         return wrappers[-1]
 
     yield wrap

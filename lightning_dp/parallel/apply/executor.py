@@ -44,7 +44,7 @@ from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
     check_dual_levels,
     has_modes,
-    saved_tensors_functions,
+    has_own_modes,
     watch_checkpoints,
 )
 
@@ -102,12 +102,12 @@ class Executor:
     def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        In order run one call alone, modules that torch.compile may compile, and calls under saved
-        tensor hooks (`torch.utils.checkpoint` knows tensors by their order). Returns whether in
-        threads.
+        In order run one call alone, modules that torch.compile may compile, and calls under torch
+        function modes, dispatch modes and saved tensor hooks, which know tensors by their order.
+        Returns whether in threads.
         """
         tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
-        if in_threads and saved_tensors_functions() is not None:
+        if in_threads and has_own_modes():
             in_threads = False
         elif in_threads and self._measures:
             # Who asks for deterministic algorithms wants every run to make the same choice.

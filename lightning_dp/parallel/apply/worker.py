@@ -27,9 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_dp.parallel.comm import on_streams, side_streams
 from lightning_dp.parallel.devices import current_device, hand_over
 from lightning_dp.parallel.torch_private import (
-    Modes,
-    current_modes,
-    in_modes,
+    default_device,
     renew_engine,
     saved_tensors_functions,
 )
@@ -130,16 +128,16 @@ def _at_exit() -> None:
 class ThreadState:
     """The state of the thread that makes it, as far as it concerns work on some devices.
 
-    Grad and inference mode, autocast, the default device, torch function and dispatch modes, the
-    current device and streams. Process-wide state, such as the default dtype, needs nothing;
-    context variables travel with `contextvars.copy_context`.
+    Grad and inference mode, autocast, the default device, the current device and streams.
+    Process-wide state, such as the default dtype, needs nothing; context variables travel with
+    `contextvars.copy_context`; under torch function and dispatch modes replicas run in order.
 
     Args:
         devices: the replicas' devices, the root device first.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._root, self._modes = devices[0], current_modes()
+        self._root, self._default = devices[0], default_device()
         kinds = {"cpu", *[device.type for device in devices]}
         self._hand_over = hand_over(devices[0])
         self._contexts: list[Callable[[], AbstractContextManager[Any]]] = [
@@ -161,20 +159,20 @@ class ThreadState:
             stack.enter_context(current_device(device))  # before streams of other devices
             for context in self._contexts:
                 stack.enter_context(context())
-            default = self._default_device_on(device)
-            stack.enter_context(in_modes(self._modes._replace(default_device=default)))
+            stack.enter_context(self._default_device_on(device))
             yield
 
     @contextmanager
     def moved_to(self, device: torch.device) -> Iterator[None]:
         """Gives the thread that made this state another current and default device."""
-        modes = Modes(self._default_device_on(device))
-        with current_device(device), in_modes(modes), _one_recomputation_at_a_time():
+        default = self._default_device_on(device)
+        with current_device(device), default, _one_recomputation_at_a_time():
             yield
 
-    def _default_device_on(self, device: torch.device) -> torch.device | None:
+    def _default_device_on(self, device: torch.device) -> AbstractContextManager[Any]:
         """A default device that names the root device means "the replica's" in a replica."""
-        return device if self._modes.default_device == self._root else self._modes.default_device
+        default = device if self._default == self._root else self._default
+        return nullcontext() if default is None else default
 
 
 def _one_recomputation_at_a_time() -> AbstractContextManager[Any]:

@@ -137,13 +137,6 @@ def is_time_to_log(trainer: Any) -> bool:
     return bool(found(trainer, "_logger_connector").should_update_logs)
 
 
-def may_log(hook: str) -> bool:
-    """Whether modules may log in a hook of this name."""
-    from lightning.pytorch.trainer.connectors.logger_connector import fx_validator
-
-    return found(fx_validator, "_FxValidator").functions.get(hook) is not None
-
-
 def running_hook(module: nn.Module) -> str | None:
     """The name of the hook or step that Lightning runs now; None if it runs none."""
     return cast("str | None", found(module, "_current_fx_name"))

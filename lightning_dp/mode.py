@@ -50,12 +50,7 @@ class Mode(ABC):
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Runs the step and its backward again after the backward ran out of memory, or raises.
-
-        Args:
-            error: what the backward raised.
-            context: the precision plugin's context of a training step.
-        """
+        """Runs the step, in its context, and its backward again after that ran out of memory."""
         raise error
 
     def to_be_scaled(self, loss: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,11 +116,11 @@ def check_layers_are_registered(root: LightningModule) -> None:
     for module in root.modules():
         for name, value in vars(module).items():
             for path, hidden in layers_in(value, name):
-                has_tensors = next(chain(hidden.parameters(), hidden.buffers()), None) is not None
-                if has_tensors and id(hidden) not in known and not is_metric(hidden):
+                if id(hidden) in known or is_metric(hidden):
+                    continue
+                if [*hidden.parameters(), *hidden.buffers()]:
                     raise ValueError(
                         f"{type(module).__qualname__}.{path}: expected layers to be registered, "
                         f"got {type(hidden).__qualname__} in a plain container: it is neither "
-                        "moved to a device nor trained nor saved. Put it into an nn.ModuleList or "
-                        "an nn.ModuleDict."
+                        "moved nor trained nor saved. Use an nn.ModuleList or an nn.ModuleDict."
                     )

@@ -76,7 +76,7 @@ class DataParallelMixin(CheckpointMixin):
             out, in order.
         output_device: where loss, logs and gathered outputs end up. None for the root device, a
             name (`"cuda:1"`, `"cpu"`), a `torch.device`, or an integer: a device's id (on the
-            CPU, a replica's index). Not a device of another process.
+            CPU, a replica's index).
         split: how samples are shared out. `"even"`: sizes differ by at most one. `"auto"`: as
             `"adaptive"`, on as many devices as make a step shortest; with
             `Trainer(deterministic=True)`, and in several processes, on all of them. `"chunk"`: the
@@ -242,12 +242,6 @@ class DataParallelMixin(CheckpointMixin):
     def take_devices(self, own: slice) -> None:
         machine = self.machine_devices or []
         self._take(machine[own], None if self._weights is None else self._weights[own])
-        if self._resolved_output in {*machine} - {*machine[own]}:
-            raise ValueError(
-                "output_device: expected None, 'cpu' or one of this process's own devices "
-                f"{list(map(str, machine[own]))}, got {self._output_device!r}, which is another "
-                "process's. Leave it out for each process's root device."
-            )
 
     def _take(self, devices: list[torch.device] | None, weights: Sequence[float] | None) -> None:
         self._devices, self._own_weights = devices, weights
@@ -305,9 +299,9 @@ class DataParallelMixin(CheckpointMixin):
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         plugin, why = layer_sync(self), why_forward_mode(self._module)
-        if self._world is not None:
+        if self.world is not None:
             self._check_processes(why, synced=plugin is not None)
-            self.begin_together(self._world, self._options_of_all, trainer)
+            self.begin_together(self.world, self._options_of_all, trainer)
         elif len(self._devices or ()) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
         if plugin is not None:
@@ -316,7 +310,7 @@ class DataParallelMixin(CheckpointMixin):
         if why and self._mode_name == "step":
             rank_zero_info(f"{type(self._module).__name__} runs in forward mode, as {why}.")
         mode = self._mode = self._new_mode()
-        if self._world is None and isinstance(self._split_policy, Auto):
+        if self.world is None and isinstance(self._split_policy, Auto):
             self._auto = AutoSplitSteps(mode, self._split_policy, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.usage = mode.engine.usage
@@ -355,7 +349,7 @@ class DataParallelMixin(CheckpointMixin):
             "transfer": super().batch_to_device,
             "output_device": self.output_device,
             "split": self._split_policy,
-            "world": self._world,
+            "world": self.world,
             **others,
         }
         devices = self._devices or []
@@ -428,7 +422,7 @@ class DataParallelMixin(CheckpointMixin):
                 mode.engine.resync()
             checks = self._first_steps
             if checks is not None and method in checks.due:
-                checks.check(mode, method, batch, tuple(rest), self._world)
+                checks.check(mode, method, batch, tuple(rest), self.world)
             name = method.replace("training", "train").replace("validation", "val")
             with getattr(self.precision_plugin, f"{name}_context")():
                 output = mode.step(method, batch, tuple(rest))

@@ -159,15 +159,9 @@ def exchange_losses(
     has_graph: bool,
     is_sum: bool,
 ) -> JointLoss:
-    """The loss of all ranks, where this is one rank's; ranks weigh as replicas do.
+    """The loss of all ranks, given that of this rank's samples; ranks weigh as replicas do.
 
-    Args:
-        loss: of the rank's samples; None if there is none.
-        samples: how many there are.
-        items: what the loss is a mean over, if not samples.
-        world: the processes.
-        has_graph: whether parameters get gradients from it.
-        is_sum: whether losses are sums over samples, not means.
+    `items` is what it is a mean over, if not samples; `is_sum`: it is a sum over samples.
     """
     value, dtype = (None, None) if loss is None else (float(loss), loss.dtype)
     sent = _RankLoss(value, 0 if world.is_idle else samples, items, has_graph, dtype)

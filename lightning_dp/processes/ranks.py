@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_dp.lightning_private import join_process_group, may_log, running_hook
+from lightning_dp.lightning_private import join_process_group, running_hook
 from lightning_dp.parallel.apply import collectives, current_participant, fewest_samples
 from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.contexts import replaced
@@ -61,15 +61,11 @@ class ProcessesMixin(ParallelStrategy):
     machine_devices: list[torch.device] | None
     """The devices of this machine, which its processes share out."""
     num_nodes = 1  # machines; the Trainer sets it
-    _world: World | None = None
+    world: World | None = None
+    """The processes that train together; None if there is only one."""
     _process_group_backend: str | None = None
     _timeout: timedelta | None = None
     _shares: list[float]  # of all ranks in a batch; only their ratios matter
-
-    @property
-    def world(self) -> World | None:
-        """The processes that train together; None if there is only one."""
-        return self._world
 
     @property
     def replica_names(self) -> tuple[str, ...]:
@@ -80,7 +76,7 @@ class ProcessesMixin(ParallelStrategy):
     @contextmanager
     def as_only_process(self) -> Iterator[None]:
         """While it lasts, it asks no other process."""
-        with replaced(self, _world=None):
+        with replaced(self, world=None):
             yield
 
     # Starting
@@ -122,7 +118,7 @@ class ProcessesMixin(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.world_size == 1 or self._world is not None:
+        if self.world_size == 1 or self.world is not None:
             return
         from lightning_dp.parallel.processes import World
 
@@ -132,18 +128,17 @@ class ProcessesMixin(ParallelStrategy):
             backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
         options = {} if self._timeout is None else {"timeout": self._timeout}
         join_process_group(self.cluster_environment, backend.lower(), **options)
-        self._world = World(self.global_rank, self.world_size, timeout=self._timeout)
-        self._shares = self._world.all_gather_objects(self.share)
+        self.world = World(self.global_rank, self.world_size, timeout=self._timeout)
+        self._shares = self.world.all_gather_objects(self.share)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy joins the processes when it is set up."""
-        return {**super().__getstate__(), "_world": None}
+        return {**super().__getstate__(), "world": None}
 
     def begin_together(self, world: World, options: Mapping[str, Any], trainer: Any) -> None:
         """Checks that all processes have the same options, and gives them rank 0's module."""
         own = {n: getattr(v, "__qualname__", None) or repr(v) for n, v in options.items()}
         own |= {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _OF_TRAINER}
-        own["the Trainer's method"] = repr(trainer.state.fn)
         ranks = world.all_gather_objects(own)
         for name in own:
             values = [rank[name] for rank in ranks]
@@ -180,9 +175,9 @@ class ProcessesMixin(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Replaces a loader by one of this rank's slices."""
-        if self._world is None:
+        if self.world is None:
             return super().process_dataloader(dataloader)
-        return RankLoader(dataloader, self._slice_sizes, self._world)
+        return RankLoader(dataloader, self._slice_sizes, self.world)
 
     def _slice_sizes(self, n: int) -> Sizes:
         """The sizes of all ranks' slices, none too small for the module's batch norm layers."""
@@ -192,31 +187,31 @@ class ProcessesMixin(ParallelStrategy):
 
     def own_rows(self, output: Any, n: int) -> Any:
         """What a step returned for n samples, without its rows if the rank's slice is empty."""
-        is_empty = self._world is not None and self._world.is_idle
+        is_empty = self.world is not None and self.world.is_idle
         return without_rows(output, 0, n) if is_empty else output
 
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning may treat the running hook as one of several processes'.
 
-        In hooks that log: `self.log(..., sync_dist=True)` is for all processes. In `setup`: there
-        BatchSizeFinder refuses them. Elsewhere Lightning would give DataLoaders a
-        DistributedSampler.
+        In hooks `self.log(..., sync_dist=True)` is for all processes; in `setup` BatchSizeFinder
+        refuses them. Outside of hooks, and in `on_fit_start`, where LearningRateFinder runs,
+        Lightning would give DataLoaders a DistributedSampler.
         """
         module = self.lightning_module
-        hook = None if self._world is None or module is None else running_hook(module)
-        return hook is not None and (hook == "setup" or may_log(hook))
+        hook = None if self.world is None or module is None else running_hook(module)
+        return hook not in (None, "on_fit_start")
 
     # Collectives
 
     @property
     def _outside(self) -> World | None:
         """The processes, where no replica calls."""
-        return None if current_participant() is not None else self._world
+        return None if current_participant() is not None else self.world
 
     def _of_ranks(self, tensor: Tensor, what: str) -> list[Tensor]:
         """The tensors of all ranks, or in a batch's hook of those that have samples of it."""
-        world, module = cast(Any, self._world), self.lightning_module
+        world, module = cast(Any, self.world), self.lightning_module
         hook = None if module is None else running_hook(module)
         # A rank with an empty slice has samples of other batches: its part of an epoch counts.
         is_of_batch = hook is not None and any(word in hook for word in _OF_BATCHES)

@@ -133,23 +133,20 @@ def open_slices(batch: Any) -> tuple[Any, bool]:
 
 def _check_loader(loader: Any) -> None:
     """Refuses loaders whose samples have no indices that the ranks could share out."""
-    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if is_iterable or getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
-        kind = type(loader.dataset if is_iterable else loader).__name__
-        raise TypeError(
-            "Expected torch's DataLoader of a map-style data set in several processes, as each "
-            f"loads its slice of a batch by indices, got {kind}. Use such a data set and loader, "
-            "or one process, which can have all devices of the machine."
-        )
-    if loader.batch_sampler is None:
-        raise ValueError(
-            "DataLoader: expected a batch_size or a batch_sampler in several processes, as each "
-            "loads its slice of a batch, got batch_size=None. Give it one of the two."
-        )
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if getattr(sampler, "num_replicas", 1) not in (None, 1):
-            raise ValueError(
-                "DataLoader: expected the batches of all processes, of which each loads its slice, "
-                f"got {type(sampler).__name__}, which shares samples out itself. Leave it out, and "
-                "set shuffle=True."
-            )
+    dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), getattr(sampler, "sampler", None)]
+    shared = [s for s in samplers if getattr(s, "num_replicas", 1) not in (None, 1)]
+    if isinstance(dataset, IterableDataset):
+        got = type(dataset).__name__
+    elif getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
+        got = type(loader).__name__
+    elif sampler is None or shared:
+        got = type(shared[0]).__name__ if shared else "batch_size=None"
+    else:
+        return
+    raise TypeError(
+        "Expected torch's DataLoader in several processes, with a map-style data set, a batch size "
+        "and no sampler that shares samples out itself, as each process loads its slice of a batch "
+        f"by indices, got {got}. Use such a loader, or one process, which can have all devices of "
+        "the machine."
+    )

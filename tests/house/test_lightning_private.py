@@ -171,12 +171,6 @@ def test_accelerator_connector_devices_flag_is_what_was_asked_for(
     assert private.devices_asked_for(_trainer(devices=devices, strategy="ddp")) == count
 
 
-def test_FxValidator_knows_where_modules_may_log() -> None:
-    assert private.may_log("training_step") and private.may_log("on_train_epoch_end")
-    hooks = ("setup", "configure_optimizers", "on_fit_start", "train_dataloader", "nowhere")
-    assert not any(map(private.may_log, hooks))
-
-
 def test_IndexBatchSamplerWrapper_notes_the_indices_of_predict() -> None:
     seen: list[Any] = []
 

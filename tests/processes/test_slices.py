@@ -75,7 +75,7 @@ REFUSED: dict[str, Any] = {
     "got list": lambda _: [torch.zeros(2)],
     "got Regrouped": lambda _: Regrouped(Numbers(), batch_size=BATCH),
     "got batch_size=None": lambda _: DataLoader(Numbers(), batch_size=None),
-    "DistributedSampler, which shares": lambda _: DataLoader(
+    "got DistributedSampler": lambda _: DataLoader(
         Numbers(), BATCH, sampler=DistributedSampler(Numbers(), num_replicas=2, rank=0)
     ),
     "as many batches in every process, got 5, 1": lambda rank: DataLoader(

@@ -359,10 +359,8 @@ class DataParallelMixin(CheckpointMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        try:
-            super().on_exception(exception)
-        finally:
-            self._close()
+        self._close()
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -521,11 +519,11 @@ class DataParallelMixin(CheckpointMixin):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        name, text = cls.strategy_name, "Data parallelism in one process"
-        if name not in strategy_registry:
-            strategy_registry.register(name, cls, text)
-            forward = f"{text}: forward mode"
-            strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
+        text = "Data parallelism in one process"
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, text)
+            name, text = f"{cls.strategy_name}_forward", f"{text}: forward mode"
+            strategy_registry.register(name, cls, text, mode="forward")
 
 
 _OF_ALL = (

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from support.device_kinds import accelerator_count, not_repeated
 from support.oracle import (
@@ -18,7 +17,6 @@ from support.oracle import (
     run,
     trainer,
 )
-from torch import Tensor
 
 import lightning_dp
 from lightning_dp import DataParallelStrategy
@@ -56,12 +54,6 @@ def test_unusable_options_are_refused_before_any_data_is_loaded(
         there = f"one of {first} to {last}"
     with pytest.raises(ValueError, match=message.replace("{those there are}", there)):
         trainer(4, DataParallelStrategy(**options)).fit(NoData())
-
-
-@pytest.mark.parametrize("devices", [["cuda:127"], ["xpu:0"]])
-def test_accelerators_that_are_not_there_are_refused(devices: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"devices\[0\]: expected"):
-        DataParallelStrategy(devices=devices)
 
 
 @not_repeated
@@ -158,34 +150,6 @@ def test_transfer_hooks_run_once_for_the_batch_and_once_per_shard() -> None:
     assert calls[:1] == [("before", 25)]
     assert calls[1:] == [("transfer", 13), ("after", 13), ("transfer", 12), ("after", 12)]
     assert_same(run(Hooked, 3), run(Hooked, 1), atol=1e-6, rtol=1e-5)
-
-
-def test_weights_swapped_for_validation_are_seen_by_every_replica() -> None:
-    """Writing through `.data`, as averaging callbacks do, leaves no version behind."""
-
-    class Swap(Callback):
-        def on_validation_epoch_start(self, job: Any, module: Any) -> None:
-            self.kept = [p.detach().clone() for p in module.parameters()]
-            for p in module.parameters():
-                p.data.copy_(torch.zeros_like(p))
-            module.offset.data.copy_(torch.tensor(3.0))
-
-        def on_validation_epoch_end(self, job: Any, module: Any) -> None:
-            for p, kept in zip(module.parameters(), self.kept, strict=True):
-                p.data.copy_(kept)
-            module.offset.data.copy_(torch.tensor(0.0))
-
-    class WithBuffer(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("offset", torch.tensor(0.0))
-
-        def loss(self, batch: Any) -> Tensor:
-            return super().loss(batch) + self.offset
-
-    torch.set_default_dtype(torch.float64)
-    results = [run(WithBuffer, k, callbacks=[Swap()]) for k in (3, 1)]
-    assert_same(*results)
 
 
 def test_data_loader_workers_and_threads_live_together() -> None:

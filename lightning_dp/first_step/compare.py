@@ -60,7 +60,7 @@ def is_finite(values: Values) -> bool:
 
 
 def products(calls: Sequence[Values]) -> Tensor:
-    """The products of all gradients of each call with those of each, as a square matrix.
+    """The products of the gradients of each call with those of each, as a square matrix.
 
     The loss is one more coordinate, with as much weight as the first call's gradients.
     """
@@ -226,13 +226,9 @@ class Report:
 def announce(
     report: Report, *, asked: bool, info: Callable[[str], object] = log.info, stacklevel: int = 3
 ) -> None:
-    """Warns of a difference; says the rest at INFO or DEBUG.
+    """Warns of a difference, with the caller's `stacklevel`; says the rest at INFO or DEBUG.
 
-    Args:
-        report: the report.
-        asked: whether the user asked for the check; else its success is not worth a line at INFO.
-        info: says a line at INFO.
-        stacklevel: of the caller, for the warning.
+    Success is worth a line at INFO if the user has `asked` for the check.
     """
     if report.differences:
         warnings.warn(str(report), stacklevel=stacklevel)
@@ -244,8 +240,6 @@ def announce(
 
 def _short(value: Any) -> str:
     """A value, at most as long as a few words."""
-    if value is UNCHANGED:
-        return UNCHANGED
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, Tensor):
@@ -253,5 +247,7 @@ def _short(value: Any) -> str:
         return f"shape {tuple(value.shape)}{norm}"
     if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
+    if value is UNCHANGED:
+        return str(value)
     text = f"{value:.9g}" if isinstance(value, float) else repr(value)
     return text if len(text) < 60 else text[:57] + "..."

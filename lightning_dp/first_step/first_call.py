@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_dp.first_step.call import Call, copied
-from lightning_dp.first_step.causes import check
+from lightning_dp.first_step.check import Call, check, copied, is_checking
 from lightning_dp.first_step.compare import Report
 from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
 from lightning_dp.parallel.apply import fewest_samples
@@ -28,33 +27,26 @@ MOST_BYTES = 4 * 2**30
 """Of parameters and buffers, which the check copies: above that `"auto"` leaves it out."""
 
 
-_is_checking: ContextVar[bool] = ContextVar("_is_checking", default=False)
-
-
+@dataclass
 class FirstCalls:
     """Checks the first call of each spread module, in training and otherwise.
 
-    Args:
+    Attributes:
         make_engine: makes an engine for the check alone, given how it splits; its replicas run one
             after another.
         option: the option that asks for the check, for messages.
         always: whether also modules are checked that `"auto"` leaves out.
         report: receives each report.
         around: what is recorded and put back around a call, see `Call`.
+        seen: the paths of the calls that were checked, and whether they trained.
     """
 
-    def __init__(
-        self,
-        make_engine: Callable[[Callable[[int], Sizes]], ForwardParallel],
-        option: str,
-        *,
-        always: bool,
-        report: Callable[[Report], object],
-        around: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._make_engine, self._option, self._always = make_engine, option, always
-        self._report, self._around = report, around or {}
-        self._seen: set[tuple[str, bool]] = set()
+    make_engine: Callable[[Callable[[int], Sizes]], ForwardParallel]
+    option: str
+    always: bool
+    report: Callable[[Report], object]
+    around: dict[str, Any] = field(default_factory=dict)
+    seen: set[tuple[str, bool]] = field(default_factory=set)
 
     def before(
         self, engine: ForwardParallel, path: str, num_args: int, arguments: dict[Any, Any]
@@ -63,11 +55,11 @@ class FirstCalls:
         kind = (path, engine.is_training and torch.is_grad_enabled())
         # Within a checkpoint, whose hooks would run the call again in the check's backward.
         in_checkpoint = saved_tensors_functions() is not None
-        if kind in self._seen or is_in_backward() or in_checkpoint or _is_checking.get():
+        if kind in self.seen or is_in_backward() or in_checkpoint or is_checking():
             return
-        report = Report(self._option, f"{path}.forward".lstrip("."))
+        report = Report(self.option, f"{path}.forward".lstrip("."))
         try:
-            sizes, part = small_part(engine, arguments, path, always=self._always)
+            sizes, part = small_part(engine, arguments, path, always=self.always)
         except NotChecked as reason:
             report.skipped = str(reason)
         else:
@@ -76,14 +68,12 @@ class FirstCalls:
             report.sizes = sizes
 
             def make_call() -> Call:
-                own = self._make_engine(lambda n: sizes)
-                return ForwardCall(path, num_args, own, sizes, part, **self._around)
+                own = self.make_engine(lambda n: sizes)
+                return ForwardCall(path, num_args, own, sizes, part, **self.around)
 
-            token = _is_checking.set(True)  # of a wrapper inside, too
             check(make_call, report)
-            _is_checking.reset(token)
-        self._seen.add(kind)
-        self._report(report)
+        self.seen.add(kind)
+        self.report(report)
 
 
 class ForwardCall(Call):
@@ -155,14 +145,7 @@ class ForwardCall(Call):
 def small_part(engine: Engine, batch: Any, path: str = "", *, always: bool) -> tuple[Sizes, Any]:
     """How many of a batch's first samples each device gets in a check, and a copy of these samples.
 
-    Args:
-        engine: the engine that will run the batch.
-        batch: the batch, or the arguments of a call.
-        path: the submodule that is called.
-        always: whether also modules are checked that `"auto"` leaves out.
-
-    Returns:
-        Empty sizes if fewer than two devices would get any.
+    The sizes are empty if fewer than two devices would get any.
 
     Raises:
         NotChecked: if the check would be dear; if the batch cannot be cut, and the real call raises

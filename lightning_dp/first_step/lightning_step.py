@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dp.first_step.call import Call
-from lightning_dp.first_step.causes import check
+from lightning_dp.first_step.check import Call, check
 from lightning_dp.first_step.compare import Key, Report, Values, announce
 from lightning_dp.first_step.first_call import FirstCalls, small_part
 from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
@@ -27,48 +26,38 @@ from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.lightning_private import own_device
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import StandIn, replaced
-from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.step import LossReduction, StepOutput
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
 
-CheckFirstStep: TypeAlias = bool | Literal["auto"]
 OPTION = "check_first_step"
 
-_LOSS_SCALE = 256.0
-"""Of float16, whose small gradients would become 0."""
 
-
+@dataclass
 class FirstSteps:
     """Checks the first step of each kind in one run of a Trainer.
 
-    Args:
+    Attributes:
         reports: receives what is found, by the name of the step.
         option: the value of `check_first_step`.
         trainer: the Trainer that runs.
         make_mode: makes a mode for the check alone; takes options of an engine.
         transfer: moves a batch to a device through the hooks of the module.
         loss_reduction: the strategy's.
-
-    Attributes:
         due: the names of the steps that have not run yet.
     """
 
-    def __init__(
-        self,
-        reports: dict[str, Report],
-        option: CheckFirstStep,
-        trainer: Trainer,
-        make_mode: Callable[..., Mode],
-        transfer: Transfer,
-        loss_reduction: LossReduction,
-    ) -> None:
-        self._reports, self._option, self._trainer = reports, option, trainer
-        self._make_mode = partial(make_mode, executor="inorder", world=None)
-        self._transfer, self._loss_reduction = transfer, loss_reduction
-        self.due = {"training_step", "validation_step", "test_step", "predict_step"}
-        self._method = ""  # whose calls `FirstCalls` checks now
+    reports: dict[str, Report]
+    option: bool | Literal["auto"]
+    trainer: Any
+    make_mode: Callable[..., Mode]
+    transfer: Transfer
+    loss_reduction: LossReduction
+    due: set[str] = field(
+        default_factory=lambda: {f"{x}_step" for x in ("training", "validation", "test", "predict")}
+    )
+    _method: str = ""  # whose calls `FirstCalls` checks now
 
     def check(
         self, mode: Mode, method: str, batch: Any, args: tuple[Any, ...], world: World | None
@@ -76,19 +65,12 @@ class FirstSteps:
         """Checks a step that is about to run; in forward mode, the calls that it will spread.
 
         With several processes, each checks its own part of the batch if all of them can.
-
-        Args:
-            mode: the mode that will run the step.
-            method: the step's name.
-            batch: the batch, as the mode takes it.
-            args: the step's other arguments.
-            world: the processes; None if this is the only one.
         """
         self.due.discard(method)
-        self._method, always = method, self._option is True
+        self._method, always = method, self.option is True
         report, part = Report(OPTION, method), None
         try:
-            if not always and getattr(self._trainer, "fast_dev_run", False):
+            if not always and self.trainer.fast_dev_run:
                 raise NotChecked("fast_dev_run.")
             if isinstance(mode, ForwardMode):
                 self._check_calls(mode.engine)
@@ -103,30 +85,33 @@ class FirstSteps:
             if any(cannot) and not report.skipped:
                 report.skipped = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
         if not report.skipped:
-            transfer = partial(self._transfer, dataloader_idx=mode.dataloader_idx)
+            transfer = partial(self.transfer, dataloader_idx=mode.dataloader_idx)
 
             def make_call() -> Call:
-                own = self._make_mode(split=lambda n: report.sizes)
-                around = _around(self._trainer)
+                own = self.make_mode(executor="inorder", world=None, split=lambda n: report.sizes)
+                around = _around(self.trainer)
                 return StepCall(own, method, args, transfer, report.sizes, part, **around)
 
-            check(make_call, report, self._loss_reduction)
+            check(make_call, report, self.loss_reduction)
         self._found(report)
 
-    def _check_calls(self, engine: ForwardParallel) -> None:
+    def _check_calls(self, engine: Any) -> None:
+        def make_engine(split: Any) -> Any:
+            return self.make_mode(executor="inorder", world=None, split=split).engine
+
         engine.first_calls = engine.first_calls or FirstCalls(
-            lambda split: self._make_mode(split=split).engine,  # type: ignore[arg-type,return-value]  # a forward mode's
+            make_engine,
             OPTION,
-            always=self._option is True,
+            always=self.option is True,
             report=self._found,
-            around=_around(self._trainer),
+            around=_around(self.trainer),
         )
 
     def _found(self, report: Report) -> None:
-        before = self._reports.get(self._method)
+        before = self.reports.get(self._method)
         if before is None or not before.differences:  # of several calls, the one that differs
-            self._reports[self._method] = report
-        announce(report, asked=self._option is True, info=rank_zero_info, stacklevel=4)
+            self.reports[self._method] = report
+        announce(report, asked=self.option is True, info=rank_zero_info, stacklevel=4)
 
 
 class StepCall(Call):
@@ -143,12 +128,8 @@ class StepCall(Call):
     ) -> None:
         super().__init__(mode.module, mode.engine, *rest, **kw)
         self._mode, self._method, self._args, self._transfer = mode, method, args, transfer
-        precision = mode.module.trainer.precision_plugin
         name = method.replace("training", "train").replace("validation", "val")
-        self._context = getattr(precision, f"{name}_context")
-        scaler = getattr(precision, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
-            self.loss_scale = _LOSS_SCALE
+        self._context = getattr(mode.module.trainer.precision_plugin, f"{name}_context")
 
     @override
     def transfer(self, batch: Any) -> Any:
@@ -240,13 +221,9 @@ class _SilentLogger:
         return self._logger.__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
-        """The logger's attributes; methods that write are counted and write nothing."""
-        if name == "experiment":
-            self._used[name] += 1
-            return DummyLogger().experiment
-        value = getattr(self._logger, name)
-        writes = name.startswith("log_") or name in ("save", "finalize", "after_save_checkpoint")
-        if not (writes and callable(value)):
+        """The logger's attributes; calls of its methods are counted and do nothing."""
+        value = DummyLogger().experiment if name == "experiment" else getattr(self._logger, name)
+        if not callable(value) and name != "experiment":
             return value
         self._used[name] += 1
-        return lambda *args, **kwargs: None
+        return value if name == "experiment" else lambda *args, **kwargs: None

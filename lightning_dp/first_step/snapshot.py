@@ -45,23 +45,15 @@ class NotChecked(Exception):
 class ModuleSnapshot:
     """The state of a module, of all objects that it refers to, and of random generators.
 
-    One walk from the module finds tensors and arrays, whose values are copied to the CPU, and
-    containers and objects, of which is kept what they hold. What is outside of the module (files,
-    global lists, objects of libraries) is not seen.
+    One walk from the module, and from `others` such as optimizers, finds tensors and arrays, whose
+    values are copied to the CPU, and containers and objects, of which is kept what they hold. What
+    is outside of the module (files, global lists, objects of libraries) is not seen.
 
     Until `end`, gradients are None and hooks of parameters do not fire.
 
-    Args:
-        module: the module.
-        devices: the devices whose random state is kept, beside that of Python, NumPy and the CPU.
-        others: optimizers and schedulers outside of the module, which are put back as well.
-
-    Attributes:
-        parameters: all leaf tensors that are, or may be, trained.
-
     Raises:
         NotChecked: on an iterator, an open file, a generator of Python or NumPy, an uninitialized
-            parameter or a tensor with a graph, which nothing sets back.
+            parameter or a tensor with a graph.
     """
 
     def __init__(
@@ -85,9 +77,9 @@ class ModuleSnapshot:
             kind: Any = torch.get_device_module(device)
             self._restores.append(partial(kind.set_rng_state, kind.get_rng_state(device), device))
         tensors = [node for node in self._known if isinstance(node, Tensor) and node.is_leaf]
-        self.parameters = [t for t in tensors if t.requires_grad or isinstance(t, nn.Parameter)]
-        self._hooks = SuspendedHooks(self.parameters)
-        self._gradients = StashedGradients(self.parameters)
+        self._parameters = [t for t in tensors if t.requires_grad or isinstance(t, nn.Parameter)]
+        self._hooks = SuspendedHooks(self._parameters)
+        self._gradients = StashedGradients(self._parameters)
 
     def changes(self) -> dict[tuple[str, str], Any]:
         """What differs on the module now, by kind and place, as detached copies on the CPU.
@@ -120,7 +112,7 @@ class ModuleSnapshot:
     def restore(self) -> None:
         """Puts everything back, but for gradients, which are None."""
         with ExitStack() as stack:  # an error in one does not keep the others from running
-            stack.callback(clear_gradients, self.parameters)
+            stack.callback(clear_gradients, self._parameters)
             for restore in self._restores:
                 stack.callback(restore)
 
@@ -144,18 +136,15 @@ class ModuleSnapshot:
     def perturb(self, eps: float, seed: int) -> None:
         """Moves each parameter by a relative `eps` up or down, to see what rounding can make."""
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters:
+        for parameter in self._parameters:
             if parameter.is_floating_point() and parameter.layout is torch.strided:
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.data.mul_(1 + eps * signs.to(parameter))
 
     def _keep(self, path: str, node: Any) -> None:
-        if isinstance(node, Tensor) and is_lazy(node):
-            raise NotChecked(f"it would initialize {path}, which cannot be set back.")
-        if isinstance(node, Tensor) and node.grad_fn is not None:
-            raise NotChecked(f"{path} has a graph, whose leaves may lie outside of the module.")
-        if isinstance(node, _MOVES_ON):
-            raise NotChecked(f"it may move {path} on, which cannot be set back.")
+        is_fixed = not isinstance(node, Tensor) or (node.grad_fn is None and not is_lazy(node))
+        if isinstance(node, _MOVES_ON) or not is_fixed:
+            raise NotChecked(f"nothing sets {path} back, a {type(node).__qualname__}.")
         if (memory := _memory(node)) is not None:
             self._keep_values(node, memory)
         elif isinstance(node, torch.Generator):

@@ -137,7 +137,7 @@ class Infinite(Classifier):
 
 
 SKIPPED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a generator": (Reading, {}, "may move self.numbers on"),
+    "a generator": (Reading, {}, "sets self.numbers back"),
     "no number": (Infinite, {}, "not finite on the root alone"),
     "one sample": (Classifier, {"data": lambda: loader(n=1)}, "for one replica alone"),
     "one replica": (Classifier, {"weights": [0, 1, 0]}, "for one replica alone"),

@@ -1,19 +1,33 @@
-"""Why a split call differs from that of one device: found out by experiment.
+"""Does a call give the same values split as on one device, and if not, why? By experiment.
 
-Batch norm and random numbers, which differ in every data-parallel trainer, are switched off one
-after the other, and both calls run again. For differences that remain, single shards run on the
-root: their losses and gradients show which weights give those of the whole batch.
+`Call` runs what is checked, alone or split, each time from the same state and without a trace.
+`check` compares both. Where they differ, batch norm and random numbers, which differ in every
+data-parallel trainer, are switched off one after the other, and both calls run again. For
+differences that remain, single shards run on the root: their losses and gradients show which
+weights give those of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+import io
+import logging
+import pickle
+import random
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import redirect_stderr as stderr_to
+from contextlib import redirect_stdout as stdout_to
+from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
-from lightning_dp.first_step.call import Call, muted
 from lightning_dp.first_step.compare import (
     KNOWN,
     LOSS,
@@ -29,8 +43,13 @@ from lightning_dp.first_step.compare import (
     products,
     rounding,
 )
-from lightning_dp.first_step.snapshot import NotChecked
+from lightning_dp.first_step.snapshot import ModuleSnapshot, NotChecked, copy_to_cpu
+from lightning_dp.parallel.apply import is_synced
+from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.scatter import tree
+from lightning_dp.parallel.split import Sizes
 from lightning_dp.parallel.step import LossReduction, loss_weights
+from lightning_dp.parallel.torch_private import TorchDispatchMode
 
 _ROUNDING_FACTOR = 30.0
 """A difference is rounding if it is at most this times that from slightly perturbed parameters."""
@@ -41,20 +60,14 @@ _CHANCE_FACTOR = 3.0
 def check(
     make_call: Callable[[], Call], report: Report, loss_reduction: LossReduction = "mean"
 ) -> None:
-    """Runs a call alone and split, compares, looks for the cause, and puts everything back.
+    """Runs a call alone and split, and reports what differs and why.
 
     An error in the check is reported and does not reach the caller: the real call will raise it.
-
-    Args:
-        make_call: makes the call and its engine.
-        report: receives what is found.
-        loss_reduction: the strategy's.
     """
     call = None
     with muted():
         try:
             call = make_call()
-            call.begin()
             _Comparison(call, is_sum=loss_reduction == "sum").complete(report)
         except NotChecked as reason:
             report.skipped = str(reason)
@@ -64,6 +77,232 @@ def check(
         finally:
             if call is not None:
                 call.end()
+
+
+_is_checking: ContextVar[bool] = ContextVar("_is_checking", default=False)
+
+
+def is_checking() -> bool:
+    """Whether this code runs for a check: calls of a wrapper inside are not checked themselves."""
+    return _is_checking.get()
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Drops what is printed, warned and logged meanwhile: the real call shows it again."""
+    token = _is_checking.set(True)
+    level, nowhere = logging.root.manager.disable, io.StringIO()
+    logging.disable()
+    try:
+        with warnings.catch_warnings(), stdout_to(nowhere), stderr_to(nowhere):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        _is_checking.reset(token)
+
+
+class Call(ABC):
+    """What is checked: a call of a module with a small batch, and the program around it.
+
+    Each run starts from the same state, with dropout off, and puts everything back.
+
+    Args:
+        module: the user's module, on the root device.
+        engine: an engine of the check's own, whose replicas run one after another.
+        sizes: how many of the batch's samples each device gets.
+        batch: the small batch.
+        recording: records what a call reports elsewhere than in its output.
+        others: optimizers and schedulers outside of the module, which are put back as well.
+
+    Attributes:
+        eps: the relative rounding error of the call.
+        norms: layers that keep statistics of the batch, by name.
+        draws, python_draws: what the latest run has drawn, see `ConstantDraws`; and the state of
+            Python's and NumPy's generators after its call.
+    """
+
+    reports_loss = True  # the loss is the user's own, and not made by the check
+    counts_items = False  # the call says over how many items its loss is a mean
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        sizes: Sizes,
+        batch: Any,
+        recording: Callable[[], AbstractContextManager[Values]] = lambda: nullcontext({}),
+        others: Sequence[Any] = (),
+    ) -> None:
+        self.module, self.engine, self.sizes, self._batch = module, engine, sizes, batch
+        self._recording = recording
+        self.active = [k for k, size in enumerate(sizes) if size]
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        self.eps = rounding(dtypes or {torch.get_default_dtype()}, engine.devices[0].type)
+        layers = [
+            (name, m) for name, m in module.named_modules() if m.training and not is_synced(m)
+        ]
+        self.norms = {name: m for name, m in layers if getattr(m, "track_running_stats", False)}
+        self.draws, self.python_draws = ConstantDraws(), b""
+        devices = [*engine.devices, engine.output_device]
+        self._snapshot = ModuleSnapshot(module, devices, others)
+
+    @abstractmethod
+    def transfer(self, batch: Any) -> Any:
+        """Moves the batch or a shard of it to the root."""
+
+    @abstractmethod
+    def on_root(self, batch: Any) -> Any:
+        """Calls the module on the root alone."""
+
+    @abstractmethod
+    def split(self, batch: Any) -> Any:
+        """Calls it split over the devices; it was called alone before."""
+
+    @abstractmethod
+    def parse(self, output: Any) -> tuple[Tensor | None, Any]:
+        """The loss whose gradients are compared, if there is one, and everything else."""
+
+    def during_backward(self) -> AbstractContextManager[None]:
+        """What surrounds a split call and its backward."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """Puts everything back as it was, and closes the engine."""
+        self.engine.before_replica = None  # it refers to this call: a cycle
+        try:
+            self._snapshot.end()
+        finally:
+            self.engine.close()
+
+    def run(
+        self,
+        *,
+        split: bool = False,
+        shard: int | None = None,
+        cut_late: bool = False,
+        seed: int = 0,
+        perturbed: int = 0,
+        norms_off: bool = False,
+        constant_draws: bool = False,
+    ) -> Values:
+        """Makes the call and its backward, and puts everything back.
+
+        Args:
+            split: over the devices; else on the root alone.
+            shard: which shard the root gets alone; None for the whole small batch.
+            cut_late: the shard is cut from the whole batch after its transfer, not before.
+            seed: of the random generators.
+            perturbed: of rounding errors by which parameters are moved; 0 for none.
+            norms_off: batch norm uses its running statistics.
+            constant_draws: see `ConstantDraws`.
+        """
+        snapshot, self.draws = self._snapshot, ConstantDraws()
+
+        def begin_draws() -> None:
+            snapshot.reseed(seed)
+            self.draws.count = 0
+
+        try:
+            begin_draws()
+            if perturbed:
+                snapshot.perturb(self.eps, perturbed)
+            for layer in cast(Iterator[Any], self.module.modules()):
+                if "Dropout" in type(layer).__name__:
+                    layer.training = False
+                elif isinstance(getattr(layer, "dropout", None), float):  # of attention, say
+                    layer.dropout = 0.0
+            for layer in self.norms.values() if norms_off else ():
+                layer.training = False
+            with ExitStack() as stack:
+                if constant_draws:
+                    stack.enter_context(self.draws)
+                values = stack.enter_context(self._recording())
+                batch = tree.map_leaves(copied, self._batch)
+                if split:
+                    stack.enter_context(self.during_backward())
+                    self.engine.resync()
+                    self.engine.before_replica = begin_draws  # as the root alone does
+                    output = self.split(batch)
+                else:
+                    if shard is not None and not cut_late:
+                        batch = self.engine.cut(batch, self.sizes)[shard]
+                    batch = self.transfer(batch)
+                    if shard is not None and cut_late:
+                        batch = self.engine.cut(batch, self.sizes)[shard]
+                    output = self.on_root(batch)
+                self.python_draws = pickle.dumps((random.getstate(), np.random.get_state()))
+                loss, rest = self.parse(output)
+                if loss is not None and loss.requires_grad:
+                    loss.backward()
+            return {**values, **self._values(loss, rest, snapshot.changes())}
+        finally:
+            snapshot.restore()
+
+    def _values(self, loss: Tensor | None, rest: Any, changes: Any) -> Values:
+        """Loss, outputs, gradients, and what the call has changed on the module."""
+        values: Values = {}
+        if loss is not None and self.reports_loss:
+            values[LOSS] = float(loss.detach())
+        for path, leaf in () if rest is None else tree.places(rest):
+            values[Key("output", tree.name(path, ""))] = copy_to_cpu(leaf)
+        norms = tuple(f"{name}." if name else "" for name in self.norms)
+        for (kind, name), value in changes.items():
+            if not (kind == "buffer" and name.startswith(norms)):
+                values[Key(kind, name)] = value
+        for name, parameter in self.module.named_parameters() if loss is not None else ():
+            gradient = parameter.grad
+            if parameter.requires_grad:
+                dense = None if gradient is None else copy_to_cpu(gradient).to_dense()
+                values[Key("gradient", name)] = dense
+        return values
+
+
+def copied(leaf: Any) -> Any:
+    """A copy of a batch's leaf that shares no memory with it; it may still require gradients."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(leaf)
+
+
+class ConstantDraws(TorchDispatchMode):
+    """Has the k-th random operation of a replica give one number, which depends on k alone.
+
+    A step that adds noise to each sample draws n numbers for n samples: a shard cannot draw those
+    of the whole batch. With constant draws both compute the same, and what still differs is not
+    chance. Truth values are 1, since 0 would hide all that samples contribute. `randperm` returns
+    n-1 ... 0: a step that mixes samples mixes other pairs in a shard than in the whole batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.names: dict[str, None] = {}  # of the random operations that ran
+        self.count = 0  # of those in this replica
+        self.dtypes: set[torch.dtype] = set()  # in which floating point numbers were computed
+        self.uncontrolled = False  # one of them stayed random, such as a fused kernel's dropout
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs one operation."""
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            name = str(func.overloadpacket).removeprefix("aten.")
+            self.names[name] = None
+            self.count += 1
+            if name == "randperm":
+                result.copy_(result.sort(descending=True).values)
+            elif name == "native_dropout" and args[1] < 1:  # of accelerators
+                result[0].copy_(args[0] / (1 - args[1]))
+            elif isinstance(result, Tensor) and not name.startswith("rrelu"):
+                spread = (self.count * 0.618) % 0.8 + 0.1
+                number = 1 if name.startswith("bernoulli") else spread
+                result.fill_(number if result.is_floating_point() else int(number))
+            else:
+                self.uncontrolled = True
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.dtypes.add(result.dtype)
+        return result
 
 
 class _Comparison:

@@ -203,7 +203,7 @@ MUTANTS = [
         "attributes-not-followed",
         "replicate",
         _of("replicate.replicas:Replicas._have_other_attributes"),
-        "self.attributes.differ()",
+        "self._attributes.differ()",
         "False",
         "attributes that hooks set reach the replicas",
         ("tests/replicas/test_changes_between_steps.py", "tests/state"),

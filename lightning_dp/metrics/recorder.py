@@ -8,7 +8,7 @@ theirs. Metrics are in `metric_calls`; what a step leaves on self is in `lightni
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
 from itertools import compress
@@ -86,10 +86,14 @@ class Records(NamedTuple):
 
 
 class ReplicaRecord:
-    """The calls that one replica, on a device, makes during one step."""
+    """The calls that one replica, on a device, makes during one step.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.calls = device, list[Call]()
+    What is logged from one of the `leaving` devices goes to the host at once, without a wait: the
+    engine waits for these, once, before the step ends.
+    """
+
+    def __init__(self, device: torch.device, leaving: Collection[torch.device] = ()) -> None:
+        self.device, self.calls, self._leaving = device, list[Call](), leaving
         self.numbers: dict[int, int] = {}  # of the metrics, by their ids
         self._sources: dict[int, tuple[Any, Source]] = {}  # of what metrics returned, by ids
         self._forwards: Counter[int] = Counter()
@@ -106,7 +110,9 @@ class ReplicaRecord:
             options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **options}
         _, source = self._sources.get(id(value), (None, None))
         if isinstance(value, Tensor):
-            value = value.clone() if options.get("enable_graph") else value.detach().clone()
+            value = value if options.get("enable_graph") else value.detach()
+            leaves = value.device in self._leaving and not value.requires_grad
+            value = value.to("cpu", non_blocking=True) if leaves else value.clone()
         elif id(value) in self.numbers:
             value = MetricAt(self.numbers[id(value)])
         self.calls.append(LogCall(name, value, options, source))
@@ -147,7 +153,9 @@ class StepRecorder(ReplicaRules):
         self._names = [replica_text(k, names) for k in range(len(names))]
         self._varying: set[str] = set()  # logged names whose batch_size differs between shards
         self._warned: set[int] = set()  # metrics that only some replicas have updated
-        self._records = list(map(ReplicaRecord, devices))
+        to_host = output_device.type == "cpu"
+        leaving = {device for device in devices if to_host and device.type != "cpu"}
+        self._records = [ReplicaRecord(device, leaving) for device in devices]
         # Of replica 0, which is the user's module: it records only while a step lasts.
         self._stand_ins: list[tuple[Any, dict[str, StandIn]]] = []
         self._submodules: list[list[nn.Module]] = []

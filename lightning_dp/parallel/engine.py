@@ -34,7 +34,6 @@ from lightning_dp.parallel.reduce import (
     Buffers,
     JointBackward,
     Reducer,
-    reduce_gradients,
     single_threaded,
     wait_for_autograd,
 )
@@ -168,18 +167,15 @@ class Engine:
         self._scalars, self._row_rules = scalars, RowRules(dim, overrides or {})
         self._context = context
         self.planner = Planner(len(devices), split)
-        self.replicas = Replicas(module, devices, rules, reduce_gradients)
+        self.replicas = Replicas(module, devices, rules)
         self.reducer = Reducer(self.replicas, self.devices, buffers, world)
         names = replica_names(devices, None if world is None else world.rank)
         self.usage = list(map(DeviceUsage, devices, names))
         self.meter = UsageMeter(devices)
         self.meter.is_watched = self.planner.learns
         self.calls = Calls()  # of the replicas, in the latest apply
-        # nn.Embedding(max_norm=...) rescales rows of its weight in the forward. Replicas on the CPU
-        # share that weight, so two threads would rescale a row twice.
-        how = "inorder" if self.on_cpu and self.replicas.max_norm_embeddings else executor
         seconds = Calls.timeout if timeout is None else timeout.total_seconds()
-        self.executor = Executor(devices, how, self.replicas.lose, names, seconds)
+        self.executor = Executor(devices, executor, self.replicas.lose, names, seconds)
         self._recovery = Recovery(self.planner, self.devices)
         self._counted: Sizes = ()  # the samples that the present step has added to the usage
         self._kept_memory = KeptMemory() if self.on_cpu else None
@@ -320,7 +316,7 @@ class Engine:
                     synchronize(*self.devices)
         except BaseException:
             if not is_in_backward():  # where a checkpoint ends its recomputation by an exception
-                self.replicas.fail()
+                self.replicas.lose()
             raise
         if num_compiled_frames() != num_compiled:  # of functions that were not known
             compiled.are_known = True
@@ -332,8 +328,6 @@ class Engine:
             self._add_seconds(tasks, in_turns=calls.one_by_one)
             if self.meter.is_watched and not call.has_backward:
                 self.meter.stop()
-        if self.replicas.max_norm_embeddings:
-            self.replicas.copy_back_renormalized_rows(shards.active)
         return outputs
 
     def _add_seconds(self, tasks: Sequence[Task], *, in_turns: bool = False) -> None:

@@ -16,21 +16,16 @@ from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelStrategy
 
-EXECUTORS = ["threads", "inorder"]
-
-
 pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
 counts_waits = pytest.mark.sim_only("It counts how often the host waits.")
 
 
-# --- the scale of a gradient scaler --------------------------------------------------------------
-
-
 def scaled(devices: int, **options: Any) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
-    scaler = torch.amp.GradScaler(oracle.accelerator(), init_scale=2.0**12, growth_interval=2)
-    where, strategy = oracle.accelerator(), DataParallelStrategy(**options)
+    where = oracle.accelerator()
+    scaler = torch.amp.GradScaler(where, init_scale=2.0**12, growth_interval=2)
     plugins = [MixedPrecision("16-mixed", where, scaler)]
+    strategy = DataParallelStrategy(**options)
     module, job = Classifier(), trainer(devices, strategy, accelerator=where, plugins=plugins)
     job.fit(module, loader(), loader())
     assert scaler._scale is not None and scaler._scale.device == devices_of(1)[0]
@@ -46,24 +41,14 @@ def test_a_scale_is_on_the_root_where_the_loss_is_on_the_host(mode: str) -> None
     assert_equal_trees(state, oracle_state, "state", atol=2e-3, rtol=0)
 
 
-# --- how often the host waits for a device -------------------------------------------------------
-
-
-class Several(Classifier):
-    """Logs more than one value."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log_dict({"train/loss": loss, "train/twice": 2 * loss, "train/max": loss})
-        return loss
+# How often the host waits for a device
 
 
 class Counted(Classifier):
     """Its loss is a mean over tokens, of which the devices know how many there are."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return {"loss": loss, "num_items": (batch[1] >= 0).sum()}
+        return {"loss": self.loss(batch), "num_items": (batch[1] >= 0).sum()}
 
 
 class Normed(Classifier):
@@ -73,8 +58,20 @@ class Normed(Classifier):
         self.net = nn.Sequential(nn.Linear(10, 16), norm, nn.Tanh(), nn.Linear(16, 3))
 
 
+class Logging(Classifier):
+    """Returns more than a loss, and logs a value that is on no replica's device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("elsewhere", torch.ones((), device="cpu"), batch_size=len(x))
+        self.log("loss", loss)
+        return {"loss": loss, "logits": logits.detach(), "count": (y >= 0).sum()}
+
+
 class Waits(Callback):
-    """How often the host has waited when each training step was through."""
+    """How often the host has waited when each step was through."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -82,39 +79,22 @@ class Waits(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append(torch.sim.host_waits())
 
-
-def waits_per_step(make: type[Classifier], options: dict[str, Any], **fit: Any) -> set[int]:
-    waits, strategy = Waits(), DataParallelStrategy(**options)
-    job = trainer(3, strategy, callbacks=[waits], max_epochs=1, log_every_n_steps=50, **fit)
-    job.fit(make(), loader(96, 16), loader(3))
-    pairs = zip(waits.seen[1:], waits.seen[2:], strict=False)  # without what is set up at first
-    return {after - before for before, after in pairs}
-
-
-class WithOutputs(Classifier):
-    """Returns more than a loss, and logs something that is on no replica's device."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        logits = self(x)
-        loss = nn.functional.cross_entropy(logits, y)
-        self.log("train/there", torch.ones((), device="cpu"), batch_size=len(x))
-        self.log("train/loss", loss)
-        return {"loss": loss, "logits": logits.detach(), "count": (y >= 0).sum()}
+    def per_step(self) -> set[int]:
+        """Without what is set up at first."""
+        pairs = zip(self.seen[1:], self.seen[2:], strict=False)
+        return {after - before for before, after in pairs}
 
 
 TO_HOST: dict[str, Any] = {"output_device": "cpu"}
 WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], int]] = {
-    "logs": (Several, {}, {}, 0),
     "accumulating": (Classifier, {}, {"accumulate_grad_batches": 2}, 0),
     "clipped": (Classifier, {}, {"gradient_clip_val": 1.0}, 0),
     "batch norm": (Normed, {}, {}, 0),
     "synced batch norm": (Normed, {}, {"sync_batchnorm": True}, 0),
     "means of buffers": (Normed, {"buffers": "mean"}, {}, 0),
     "forward, with batch norm": (Normed, {"mode": "forward"}, {}, 0),
-    "logs to the host": (Several, TO_HOST, {}, 1),
-    "logs to the host, in order": (Several, {**TO_HOST, "executor": "inorder"}, {}, 1),
-    "outputs to the host": (WithOutputs, TO_HOST, {}, 1),
+    "logs and outputs to the host": (Logging, TO_HOST, {}, 1),
+    "to the host, in order": (Logging, {**TO_HOST, "executor": "inorder"}, {}, 1),
     "items to the host": (Counted, TO_HOST, {}, 1),
     "items on the root": (Counted, {}, {}, 1),  # they decide which losses count
     "forward, to the host": (Normed, {**TO_HOST, "mode": "forward"}, {}, 1),
@@ -125,35 +105,25 @@ WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], int]] =
 @pytest.mark.parametrize("case", WAITS)
 def test_a_step_waits_once_for_all_that_goes_to_the_host(case: str) -> None:
     make, options, fit, expected = WAITS[case]
-    assert waits_per_step(make, {"executor": "threads", **options}, **fit) == {expected}
+    waits, strategy = Waits(), DataParallelStrategy(**{"executor": "threads", **options})
+    job = trainer(3, strategy, callbacks=[waits], max_epochs=1, log_every_n_steps=50, **fit)
+    job.fit(make(), loader(96, 16), loader(3))
+    assert waits.per_step() == {expected}
 
 
-class Validated(Waits):
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self.seen.append(torch.sim.host_waits())
+class WaitsOfValidation(Waits):
+    on_validation_batch_end = Waits.on_train_batch_end
 
 
 @counts_waits
 @pytest.mark.parametrize("mode", ["step", "forward"])
-def test_an_evaluation_waits_once_for_what_goes_to_the_host(mode: str) -> None:
-    waits, strategy = Validated(), DataParallelStrategy(mode=mode, output_device="cpu")
+def test_an_evaluation_waits_once_for_what_goes_to_the_host(mode: Any) -> None:
+    waits, strategy = WaitsOfValidation(), DataParallelStrategy(mode=mode, output_device="cpu")
     trainer(3, strategy, callbacks=[waits]).validate(Classifier(), loader(96, 16), verbose=False)
-    steps = zip(waits.seen[1:], waits.seen[2:], strict=False)
-    assert {after - before for before, after in steps} == {1}
+    assert waits.per_step() == {1}
 
 
-class Mixed(WithOutputs):
-    """Logs values of every kind, some of them from a device that no replica is on."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        loss = output["loss"]
-        elsewhere = "cpu" if loss.device.type == "cpu" else devices_of(8)[7]
-        self.log("elsewhere", loss.detach().to(elsewhere), on_epoch=True)
-        self.log("most", batch[0].max(), reduce_fx="max", on_epoch=True)
-        self.log("whole", len(batch[0]), reduce_fx="sum", on_epoch=True)
-        self.log("with a graph", loss, enable_graph=True)
-        return output
+# What is read is there
 
 
 class Read(Callback):
@@ -177,14 +147,6 @@ def read(make: Any, devices: int, **options: Any) -> list[dict[str, list[float]]
     return callback.seen
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.parametrize("make", [Mixed, Counted])
-def test_all_values_on_the_host_are_there(make: Any, mode: str, executor: str) -> None:
-    several = read(make, 3, mode=mode, executor=executor, output_device="cpu")
-    assert_equal_trees(several, read(make, 1), "values", atol=1e-5, rtol=0)
-
-
 class OwnOutputs(Classifier):
     """Its loss depends on gradients that a step in forward mode takes of outputs on the host."""
 
@@ -196,9 +158,12 @@ class OwnOutputs(Classifier):
         return nn.functional.cross_entropy(logits, y) + slope.square().sum(1).mean()
 
 
-def test_second_derivatives_go_through_outputs_on_the_host() -> None:
-    several = read(OwnOutputs, 3, mode="forward", output_device="cpu")
-    assert_equal_trees(several, read(OwnOutputs, 1), "values", atol=1e-5, rtol=0)
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("make", [Logging, Counted, OwnOutputs])
+def test_all_values_on_the_host_are_there(make: Any, mode: Any, executor: Any) -> None:
+    several = read(make, 3, mode=mode, executor=executor, output_device="cpu")
+    assert_equal_trees(several, read(make, 1), "values", atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("on_side_streams")
@@ -214,13 +179,12 @@ def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams(
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     x = torch.randn(6, 4, dtype=torch.float64)
     net(x).square().sum().backward()
-    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    expected = oracle.gradients(net)
     net.zero_grad()
     wrapped = DataParallel(net.to(devices[0]), devices, output_device="cpu")
     loss = wrapped(x).square().sum()
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
-    got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
-    assert_equal_trees(got, expected, "gradients", atol=1e-12, rtol=0)
+    assert_equal_trees(oracle.gradients(net), expected, "gradients", atol=1e-12, rtol=0)
     wrapped.close()

@@ -232,11 +232,6 @@ def frozen_weights_written_without_a_trace_are_seen_by_the_next_call(net: nn.Mod
     return net(inputs()).detach()
 
 
-@law(LAWS, lambda: nn.Embedding(10, 3, max_norm=0.1))
-def embeddings_of_limited_norm_shorten_the_rows_of_all_shards(net: nn.Module) -> Any:
-    return net(torch.arange(6)).detach()
-
-
 @on_separate
 def test_memory_does_not_grow(on: str) -> None:
     """Every device counts its own; a step leaves nothing behind for the next."""

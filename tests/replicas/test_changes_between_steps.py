@@ -23,6 +23,7 @@ class Block(nn.Module):
         self.layer = nn.Linear(10, 10)
         self.activation: nn.Module = nn.Tanh()
         self.register_buffer("scale", torch.ones(10))
+        self.register_buffer("rows", torch.ones(4, 3))
         self.factor = 1.0
         self.numbers = [0.5]
         self.table: dict[str, list[float]] = {"a": [0.1]}
@@ -30,6 +31,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bonus = (
             getattr(self, "bonus", 0.0)
+            + self.rows.mean().to(x.dtype) * (len(self.rows) + self.rows.element_size()) / 64
+            + (self.rows.stride(0) < self.rows.stride(1)) / 32
             + getattr(self, "offset", 0.0)
             + sum(self.numbers)
             + sum(map(sum, self.table.values()))
@@ -96,6 +99,13 @@ CHANGES: dict[str, Callable[[Changing], Any]] = {
     "new buffer": lambda net: net.block.register_buffer(
         "offset", torch.full((1,), 0.2, device=net.device)
     ),
+    "buffer of another shape": lambda net: net.block.rows.resize_(len(net.block.rows) + 2, 3).fill_(
+        0.1
+    ),
+    "buffer of another dtype": bind("block.rows.data", lambda net: net.block.rows.data.half()),
+    "buffer of other strides": bind(
+        "block.rows.data", lambda net: net.block.rows.data.t().contiguous().t()
+    ),
     "bind attribute": bind("block.factor", lambda net: 0.9 * net.block.factor),
     "add or remove attribute": lambda net: toggle(net.block, "bonus", 0.3),
     "add or remove hook": add_or_remove_hook,
@@ -123,16 +133,21 @@ class Changes(Callback):
 
 
 CASES: list[Any] = [
-    *(pytest.param(0, [change], "inorder", id=name) for name, change in CHANGES.items()),
-    *(pytest.param(seed, [*CHANGES.values()], "threads", id=f"any {seed}") for seed in range(3)),
+    *(pytest.param(0, [change], {"executor": "inorder"}, id=n) for n, change in CHANGES.items()),
+    pytest.param(1, [*CHANGES.values()], {"executor": "threads"}, id="any"),
+    pytest.param(
+        2,
+        [*CHANGES.values()],
+        {"mode": "forward", "parallel_modules": ["block"]},
+        id="any, forward",
+    ),
 ]
 
 
-@pytest.mark.parametrize("seed, changes, executor", CASES)
-def test_changes(seed: int, changes: Any, executor: str) -> None:
+@pytest.mark.parametrize("seed, changes, strategy", CASES)
+def test_changes(seed: int, changes: Any, strategy: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     options: dict[str, Any] = {"data": lambda: loader(60, 12), "max_epochs": 1}
-    strategy = {"executor": executor}
     several = run(Changing, 3, strategy=strategy, callbacks=[Changes(seed, changes)], **options)
     one = run(Changing, 1, callbacks=[Changes(seed, changes)], **options)
     assert_same(several, one)

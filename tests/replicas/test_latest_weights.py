@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from support.oracle import Classifier, assert_same, devices_of, gradients, loader, run
+from support.oracle import Classifier, assert_same, devices_of, gradients, run
 from torch import Tensor, nn
 
 from lightning_dp.parallel.step import StepParallel
@@ -21,20 +21,15 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Its step reads a buffer, and may write another one."""
-
-    writes = False
+    """Its step reads a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
         self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Tensor) -> Tensor:
-        if self.writes:
-            self.seen.fill_(float(batch.sum()))
         return self.net(batch * self.scale).square().mean()
 
     def predict_step(self, batch: Tensor) -> Tensor:
@@ -94,29 +89,11 @@ def test_what_was_written_without_a_trace_reaches_training_replicas(
                 change(module)
 
 
-@pytest.mark.filterwarnings("ignore:A step leaves buffers different")
-@pytest.mark.parametrize("sizes", [(4, 1, 1), (0, 4, 2)])
-def test_the_root_has_the_buffers_of_the_first_replica_with_samples(sizes: tuple[int, ...]) -> None:
-    module, batch = Net(), torch.randn(6, 4, dtype=torch.float64)
-    module.writes = True
-    with engine_of(module, sizes) as engine:
-        engine.train("training_step", batch).backward()
-    torch.testing.assert_close(float(module.seen), float(batch[:4].sum()))
-
-
 class Fused(Classifier):
     """Its optimizer writes weights by a kernel of its own, which no version of these counts."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), self.lr, fused=True)
-
-
-class SkipsTheLast(Classifier):
-    """The last micro-batch of each step of the optimizer has no loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if batch_idx % 2 else loss
 
 
 class Swaps(Callback):
@@ -143,15 +120,9 @@ RUNS: dict[str, tuple[Any, str, Callable[[], dict[str, Any]]]] = {
         )
         for mode in ("step", "forward")
     },
-    "if the last accumulating step has no loss": (
-        SkipsTheLast,
-        "step",
-        lambda: {"accumulate_grad_batches": 2, "data": lambda: loader(100)},
-    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("case", RUNS)
 def test_weights(case: str) -> None:
     kind, mode, options = RUNS[case]

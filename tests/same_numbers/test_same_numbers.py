@@ -92,30 +92,6 @@ class EmbeddingBagOfWords(Classifier):
         return F.cross_entropy(self.net(self.frozen(self.second(self.first(x)))), y)
 
 
-class LimitedEmbedding(Classifier):
-    """Rows of its embeddings are shortened as they are used, on one device in the root's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(40, 6, max_norm=0.5)
-        self.pairs = nn.EmbeddingBag(40, 6, max_norm=0.4, norm_type=1.0, mode="mean")
-        self.net = nn.Linear(12, 3)
-
-    def features(self, batch: Any) -> Any:
-        tokens = (batch[0].abs() * 10).long().clamp_(max=39)
-        parts = self.words(tokens[:, 0]), self.pairs(tokens[:, 1:3])
-        return torch.cat(parts, dim=1), batch[1]
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(self.features(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().predict_step(self.features(batch), batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.5, weight_decay=0.1)
-
-
 class Recurrent(Classifier):
     """A recurrent network keeps a flat list of its weights besides its parameters."""
 
@@ -155,7 +131,6 @@ MODELS: dict[str, Callable[[], Classifier]] = {
     "tied, frozen, unused": EmbeddingBagOfWords,
     "recurrent": Recurrent,
     "normalised": Normalised,
-    "embedding of limited norm": LimitedEmbedding,
 }
 
 
@@ -246,13 +221,6 @@ def test_bf16_autocast_reaches_every_worker_with_its_dtype() -> None:
         atol=2e-2,
         rtol=0,
     )
-
-
-@pytest.mark.parametrize("strategy", [{"mode": "forward"}, {"weights": [0, 1, 2]}], ids=str)
-def test_rows_of_limited_norm_are_shortened_whoever_uses_them(strategy: dict[str, Any]) -> None:
-    torch.set_default_dtype(torch.float64)
-    expected = oracle("embedding of limited norm", torch.float64)
-    assert_same(run(LimitedEmbedding, 3, strategy=strategy), expected)
 
 
 def test_lbfgs_calls_the_step_several_times_per_batch() -> None:

@@ -40,14 +40,14 @@ class Bucket:
     Args:
         order: their positions among all tensors.
         tensors: these tensors, for their kinds and strides.
-        start: of a piece of a larger tensor, where it begins there.
     """
 
-    def __init__(self, order: Sequence[int], tensors: Sequence[Tensor], start: int = -1) -> None:
-        self.order, self.positions, self._start = list(order), frozenset(order), start
+    def __init__(self, order: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self.order, self.positions = list(order), frozenset(order)
         self.dtype = tensors[0].dtype
         self._kinds = list(map(kind, tensors))
         self._length = tensors[0].numel()  # of the first tensor
+        self._is_large = len(tensors) == 1 and self._length > elements_per_piece(self.dtype)
         self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         step = _ALIGNMENT // self.dtype.itemsize
         ends = [*accumulate(-(-tensor.numel() // step) * step for tensor in tensors)]
@@ -76,20 +76,18 @@ class Bucket:
             return None
         return row[0].detach().as_strided([self._length], [1])
 
-    def pieces(self) -> list[Bucket]:
-        """What is passed on at a time: the bucket, or if it is one large tensor, slices of it."""
+    def pieces(self, row: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """What is passed on at a time: the row, or if it is one large tensor, slices of it."""
+        flat = self.flat_memory(row) if self._is_large else None
         step = elements_per_piece(self.dtype)
-        if len(self.order) > 1 or self._length <= step:
-            return [self]
-        slices = torch.empty(self._length, dtype=self.dtype, device="meta").split(step)
-        return [Bucket(self.order, [piece], k * step) for k, piece in enumerate(slices)]
+        return [row] if flat is None else [[piece] for piece in flat.split(step)]
 
-    def part(self, row: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A bucket's row of tensors; for a piece, the piece's part of it."""
-        if self._start < 0:
-            return row
-        first = row[0].storage_offset() + self._start
-        return [row[0].as_strided([self._length], [1], first)]
+    def like(self, piece: Sequence[Tensor], device: torch.device) -> Packed:
+        """New memory for a piece."""
+        if not self._is_large:
+            return self.on(device)
+        flat = torch.empty_like(piece[0], device=device)
+        return Packed(flat, [flat])
 
     def is_whole(self, row: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
         """Whether a row is all of the bucket, as it can be sent; slices need dense memory."""
@@ -98,8 +96,7 @@ class Bucket:
             return False
         if any([t.is_conj() or t.is_neg() for t in tensors]):  # computed when it is read
             return False
-        is_cut = len(tensors) == 1 and self._length > elements_per_piece(self.dtype)
-        return not is_cut or self.flat_memory(tensors) is not None
+        return not self._is_large or self.flat_memory(tensors) is not None
 
 
 def elements_per_piece(dtype: torch.dtype) -> int:
@@ -113,21 +110,21 @@ def group(tensors: Sequence[Tensor], *, has_graphs: bool = False) -> Iterator[li
     Trained and frozen tensors are apart, since they change at different times. Where tensors have
     graphs, those that require gradients are each alone: one copy would join their graphs.
     """
-    open_buckets: dict[Hashable, list[int]] = {}
-    sizes: dict[Hashable, int] = {}
+    buckets: dict[Hashable, list[int]] = {}  # those that are open, by what their tensors share
+    room: dict[Hashable, int] = {}
     for i, tensor in enumerate(tensors):
         key = tensor.device, tensor.dtype, tensor.requires_grad
         is_alone = not can_be_packed(tensor) or (has_graphs and tensor.requires_grad)
         if is_alone or tensor.nbytes >= BUCKET_BYTES:
             yield [i]
             continue
-        if key in open_buckets and sizes[key] + tensor.nbytes > BUCKET_BYTES:
-            yield open_buckets.pop(key)
-        if key not in open_buckets:
-            open_buckets[key], sizes[key] = [], 0
-        open_buckets[key].append(i)
-        sizes[key] += tensor.nbytes
-    yield from open_buckets.values()
+        if key in buckets and tensor.nbytes > room[key]:
+            yield buckets.pop(key)
+        if key not in buckets:
+            buckets[key], room[key] = [], BUCKET_BYTES
+        buckets[key].append(i)
+        room[key] -= tensor.nbytes
+    yield from buckets.values()
 
 
 def can_be_packed(tensor: Tensor) -> bool:

@@ -52,7 +52,6 @@ class Packing:
         ]
         packed = chain.from_iterable(bucket.order for bucket in self.buckets)
         self.alone = sorted({*range(len(tensors))}.difference(packed))  # cannot be packed
-        self._pieces = [bucket.pieces() for bucket in self.buckets]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are tensors of the kinds that this is for."""
@@ -106,17 +105,19 @@ class Packing:
         to read. The rows are complete at the `ready` events; without these, once the work now on
         the current streams is done.
         """
-        stops: dict[torch.device, list[Sequence[Tensor]]] = {}
+        bucket = self.buckets[j]
+        stops: dict[torch.device, list[list[Sequence[Tensor]]]] = {}  # each row in pieces
         for row in rows:
-            stops.setdefault(row[0].device, []).append(row)
+            stops.setdefault(row[0].device, []).append(bucket.pieces(row))
         arriving = {device: copy_stream(device, "arriving") for device in stops}
         for device, stream in arriving.items() if ready is None else ():
             stream.wait_stream(current_stream(device))
         for event in ready or ():
             arriving[event.device].wait_event(event)
         with on_streams([*arriving.values()]):
-            for piece in self._pieces[j]:
-                _add_up(piece, stops)
+            for i in range(len(bucket.pieces(rows[0]))):
+                piece = {device: [row[i] for row in own] for device, own in stops.items()}
+                _add_up(bucket, piece)
 
 
 def are_accelerators(devices: Iterable[torch.device]) -> bool:
@@ -140,16 +141,16 @@ def _send(bucket: Bucket, tensors: Sequence[Tensor], copies: Sequence[Packed]) -
         _give_back(packed.flat)
 
 
-def _add_up(piece: Bucket, stops: dict[torch.device, list[Sequence[Tensor]]]) -> None:
+def _add_up(bucket: Bucket, stops: dict[torch.device, list[Sequence[Tensor]]]) -> None:
     """Sends a piece up the chain, from the last device to the root."""
     root, *others = stops
-    total, *terms = [piece.part(row) for row in stops[root]]
+    total, *terms = stops[root]
     for row in terms:
         add_to_each(total, row)
     sent: Packed | None = None  # the sum so far
     for device in [*reversed(others), root] if others else ():
-        here = piece.on(device)
-        rows = [] if device is root else [piece.part(row) for row in stops[device]]
+        here = bucket.like(total, device)
+        rows = [] if device is root else list(stops[device])
         if sent is None:
             copy_to_each(here.views, rows.pop(0))
         else:

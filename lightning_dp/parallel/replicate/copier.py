@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache, partial
@@ -24,14 +23,15 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.devices import seed_apart
 from lightning_dp.parallel.torch_private import compiled_function, with_cells
+
+Generators: TypeAlias = WeakKeyDictionary[torch.Generator, torch.Generator]
 
 ATOMS = frozenset(
     {bool, bytes, complex, float, int, str, type, type(None), ModuleType}
@@ -53,7 +53,7 @@ class Copier:
         parts: the replica's modules, parameters and buffers, by the ids of the root's.
         source: the root's device.
         device: the replica's.
-        generators: the replica's generators of random numbers.
+        generators: the replica's generators of random numbers, by the root's.
 
     Attributes:
         containers: the containers that were copied, and their copies.
@@ -68,7 +68,7 @@ class Copier:
         parts: Mapping[int, Any],
         source: torch.device,
         device: torch.device,
-        generators: ReplicaGenerators,
+        generators: Generators,
     ) -> None:
         self._memo = dict(parts)
         self._source, self._device, self._generators = source, device, generators
@@ -110,7 +110,8 @@ class Copier:
         if isinstance(value, Tensor | nn.Module | type):
             return value  # tensors that steps have collected stay where they are
         if kind is torch.Generator:
-            return self._generators.of(value)
+            device = self._device if value.device == self._source else value.device
+            return self._generators.setdefault(value, torch.Generator(device))
         if isinstance(value, dict) or kind in (list, deque):
             return self._container(value)
         if isinstance(value, tuple):
@@ -234,28 +235,3 @@ def _slots(value: Any) -> list[str]:
     members = [item for cls in type(value).__mro__ for item in vars(cls).items()]
     names = [name for name, member in members if isinstance(member, MemberDescriptorType)]
     return [n for n in names if n not in ("__dict__", "__weakref__") and hasattr(value, n)]
-
-
-class ReplicaGenerators:
-    """A replica's generators of random numbers, one for each that a module of the root has.
-
-    They are seeded from the state of the root's generator at the beginning of each step, so
-    setting the root's seed or state sets all of them.
-    """
-
-    def __init__(self, k: int, source: torch.device, device: torch.device) -> None:
-        self._k, self._source, self._device = k, source, device
-        self.by_root = WeakKeyDictionary[torch.Generator, torch.Generator]()
-
-    def of(self, root: torch.Generator) -> torch.Generator:
-        """The one that replaces a generator; on the replica's device if that is on the root's."""
-        device = self._device if root.device == self._source else root.device
-        return self.by_root.setdefault(root, torch.Generator(device))
-
-    def follow(self, *, alone: bool) -> None:
-        """Seeds them before a step; `alone`, the root draws nothing in it, but has to move on."""
-        for root, generator in self.by_root.items():
-            state = zlib.crc32(bytes(root.get_state().tolist()))
-            generator.manual_seed(seed_apart(state, self._k))
-            if alone:
-                torch.rand(1, generator=root, device=root.device)

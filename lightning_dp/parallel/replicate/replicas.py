@@ -12,11 +12,13 @@ comes or goes, all replicas are built anew.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
-from itertools import chain, compress, count, product
+from itertools import chain, compress, count
 from operator import attrgetter, is_not, ne
 from typing import Any, Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +26,15 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.comm import Packed, Packing, gradients_on, to_device_coalesced
-from lightning_dp.parallel.replicate.compiled import Compilations, compiled_attributes
-from lightning_dp.parallel.replicate.copier import ATOMS, Copier, ReplicaGenerators
-from lightning_dp.parallel.replicate.structure import ModuleStructure, ReplicaRules
+from lightning_dp.parallel.devices import seed_apart
+from lightning_dp.parallel.replicate.copier import ATOMS, Copier, Generators
+from lightning_dp.parallel.replicate.structure import (
+    Compilations,
+    ModuleStructure,
+    ReplicaRules,
+    compiled_attributes,
+    refuse_limited_norms,
+)
 from lightning_dp.parallel.torch_private import (
     BATCH_NORMS,
     FIXED_NAMES,
@@ -58,16 +66,12 @@ class Replicas:
             were replaced.
         root_parameters: the root's parameters, tied ones once.
         packing: how parameters, and gradients of their kinds, are packed when they travel.
-        attributes: the root's attributes when they were copied; another object after each copy.
-        max_norm_embeddings: the `norm_type` of embeddings with `max_norm`, by positions of weights.
         compiled: the module's compilations.
 
     Args:
         root: the module.
         devices: the replicas' devices, the root's first.
         rules: how special submodules are replicated.
-        before_rebuild: called with all replicas' parameters before these are replaced, to save
-            accumulated gradients.
     """
 
     def __init__(
@@ -75,11 +79,9 @@ class Replicas:
         root: nn.Module,
         devices: Sequence[torch.device],
         rules: ReplicaRules | None = None,
-        before_rebuild: Callable[[Sequence[Sequence[Tensor]]], None] = lambda _: None,
     ) -> None:
         self._root, self._devices = root, list(devices)
         self._rules = rules or ReplicaRules()
-        self._before_rebuild = before_rebuild
         with torch.inference_mode(False), torch.no_grad():
             self._build()
         if len({*devices}) > 1:
@@ -87,14 +89,15 @@ class Replicas:
             weakref.finalize(self, hook.remove)
 
     def _build(self) -> None:
-        self._are_lost = self._has_failed = False
+        self._are_lost = False
         structure = ModuleStructure(self._root, self._rules, self._devices[0])
         self._structure, self._tables = structure, Contents(structure.tables)
         self._with_buffers = [m for m in structure.modules if buffer_table(m)]
         self.root_parameters = structure.parameters
-        self.max_norm_embeddings = _max_norm_embeddings(structure)
         self.compiled = Compilations(self._root, len(self._devices))
         self.packing = Packing(structure.parameters)
+        if len(self._devices) > 1:
+            refuse_limited_norms(structure.modules)
         self._others = [
             Replica(structure, k, device, self._rules, self.packing)
             for k, device in enumerate(self._devices)
@@ -108,17 +111,13 @@ class Replicas:
         self.submodules = [structure.modules, *(r.submodules for r in self._others)]
 
     def lose(self) -> None:
-        """Lets go of the replicas, which a thread may still use; the next refresh makes new ones.
+        """Lets go of the replicas after an error; the next refresh makes new ones.
 
-        Also of graphs that they hold: Python's garbage collector does not see through a graph that
-        reaches a tensor of ours.
+        A thread may still use them, and they hold graphs: Python's garbage collector does not see
+        through a graph that reaches a tensor of ours.
         """
         self._are_lost, self._others = True, []
         self.modules, self.submodules = self.modules[:1], self.submodules[:1]
-
-    def fail(self) -> None:
-        """Has the next refresh compare and copy everything: a step has ended with an error."""
-        self._has_failed = True
 
     def expect_change(self) -> None:
         """Has the next refresh copy trained parameters, which may change without a trace."""
@@ -142,12 +141,12 @@ class Replicas:
                 requires_grad=False, since writes through `.data` cannot be detected; "all" all.
             buffers: "changed", "all", or "read": all, but none if the forward only writes to them.
         """
-        has_failed, self._has_failed = self._has_failed, True  # until this has ended
-        everything = has_failed or parameters == "all"
+        are_lost, self._are_lost = self._are_lost, True  # until this has ended
+        everything = parameters == "all"
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            others = [r for r in self._others if has_failed or not active or r.k in active]
-            if self._have_other_structure():
+            others = [replica for replica in self._others if not active or replica.k in active]
+            if are_lost or self._tables.differ() or self._have_other_kinds():
                 self._build()
             elif others:
                 self._copy_parameters(others, everything, frozen=parameters == "frozen")
@@ -156,24 +155,16 @@ class Replicas:
                 elif buffers == "changed" and not everything:
                     others = [replica for replica in others if replica.has_other_buffers()]
                 has_new = bool(others) and self._copy_buffers(others)
-                if has_failed or (has_new and self._hold_tensors) or self._have_other_attributes():
+                if (has_new and self._hold_tensors) or self._have_other_attributes():
                     self._copy_attributes()
             for replica in self._others:
-                if replica.generators.by_root:
-                    replica.generators.follow(alone=bool(active and 0 not in active))
-        self._has_failed = False
+                if replica.generators:
+                    replica.seed_generators(alone=bool(active and 0 not in active))
+        self._are_lost = False
 
-    def _have_other_structure(self) -> bool:
-        """Whether new replicas are to be made; saves the gradients of those that there are."""
-        if self._are_lost:
-            return True
-        has_other_kinds = self._have_copies and not self.packing.fits(self.root_parameters)
-        if not (has_other_kinds or self._tables.differ()):
-            return False
-        # Tensors that a functional call puts in place of parameters accumulate nothing.
-        if all([p.is_leaf for p in self.root_parameters]):
-            self._before_rebuild(self.parameters)
-        return True
+    def _have_other_kinds(self) -> bool:
+        """Whether a parameter has a shape or dtype for which replicas elsewhere have no memory."""
+        return self._have_copies and not self.packing.fits(self.root_parameters)
 
     def _copy_parameters(
         self, others: Sequence[Replica], everything: bool, frozen: bool = False
@@ -187,20 +178,17 @@ class Replicas:
         # Replicas in the root's memory see what is written there.
         versions = versions_of(roots) if self._have_copies else []
         state = ParameterState(pointers_of(roots), versions, list(map(_REQUIRES_GRAD, roots)))
-        stale: list[tuple[Replica, set[int]]] = []
-        for replica in others:
-            positions = replica.follow(state, everything, frozen)
-            if positions:
-                stale.append((replica, positions))
+        followed = [(replica, replica.follow(state, everything, frozen)) for replica in others]
+        stale = [(replica, positions) for replica, positions in followed if positions]
         if stale:
             targets = [
                 [r.packed[j] for r, positions in stale if positions & bucket.positions]
                 for j, bucket in enumerate(self.packing.buckets)
             ]
             self.packing.send(roots, targets)
-            for replica, positions in stale:
-                for i in positions.intersection(self.packing.alone):
-                    replica.parameters[i].data.copy_(roots[i].data)
+        for replica, positions in stale:
+            for i in positions.intersection(self.packing.alone):
+                replica.parameters[i].data.copy_(roots[i].data)
 
     def _reads_buffers(self) -> bool:
         """Whether a forward may read a buffer. Batch norm in training only writes to its own."""
@@ -217,7 +205,7 @@ class Replicas:
     def _have_other_attributes(self) -> bool:
         """Whether an attribute, or the content of a container, is not what was copied."""
         return (
-            self.attributes.differ()
+            self._attributes.differ()
             or self._containers.differ()
             or (bool(self._moved) and versions_of(self._moved) != self._moved_versions)
         )
@@ -228,7 +216,7 @@ class Replicas:
         self._hold_tensors = any([copier.holds_tensors for copier in copiers])
         self._have_graphs = any([copier.has_graphs for copier in copiers])
         self.compiled.are_known |= any([copier.compiles for copier in copiers])
-        self.attributes = Contents([vars(owner).values() for owner in self._structure.owners])
+        self._attributes = Contents([vars(owner).values() for owner in self._structure.owners])
         self._containers = Contents([c for copier in copiers for c in copier.containers])
         self._moved = [tensor for copier in copiers for tensor in copier.moved]
         self._moved_versions = versions_of(self._moved)
@@ -258,9 +246,8 @@ class Replicas:
 
         Their backwards then accumulate into the root's `.grad`, and there is nothing to sum. Called
         after every refresh; `share` only where replicas and their backwards run one after another.
-        They do not share parameters to which a forward writes.
         """
-        share, changed = share and not self.max_norm_embeddings, False
+        changed = False
         for replica in self._others:
             if replica.in_root_memory and replica.shares != share:
                 replica.share(share)
@@ -296,19 +283,6 @@ class Replicas:
                     'or use DataParallelStrategy(mode="forward").'
                 )
 
-    @torch.no_grad()
-    def copy_back_renormalized_rows(self, active: Iterable[int]) -> None:
-        """Copies rows of `max_norm_embeddings` that a replica's forward has rescaled to the root.
-
-        No version counter is raised: graphs that have saved the weight stay usable.
-        """
-        for k, (i, norm_type) in product(active, self.max_norm_embeddings.items()):
-            if k > 0:
-                weight = self.root_parameters[i].data
-                rescaled = self._others[k - 1].parameters[i].data.to(weight.device)
-                norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (weight, rescaled)]
-                weight.copy_(torch.where(norms[1] < norms[0], rescaled, weight))
-
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Has replicas compute with functions of the root's parameters, see `Replica.connect`.
 
@@ -329,15 +303,6 @@ def _after_step(replicas: Callable[[], Replicas | None], *_: Any) -> None:
         living.expect_change()
 
 
-def _max_norm_embeddings(structure: ModuleStructure) -> dict[int, float]:
-    places = {id(parameter): i for i, parameter in enumerate(structure.parameters)}
-    return {
-        places[id(module.weight)]: module.norm_type
-        for module in structure.modules
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    }
-
-
 class Replica:
     """Replica k, on a device other than the first entry of the devices.
 
@@ -356,12 +321,10 @@ class Replica:
         self._source, self.k, self.device = source, k, device
         self.is_behind = True  # trained parameters may have changed without a trace
         self.shares = False  # whether it computes with the root's own parameters
-        roots = source.parameters
+        roots, is_there = source.parameters, device == source.device
         # What shares the memory of an inference tensor could never be trained.
-        is_there = device == source.device
         self.in_root_memory = is_there and not any([p.is_inference() for p in roots])
-        self.packed: list[Packed] = []
-        self._memory = [p.detach() for p in roots] if self.in_root_memory else []
+        self.packed, self._memory = list[Packed](), [p.detach() for p in roots]
         if not self.in_root_memory:
             self.packed, self._memory = packing.memory(roots, device)
         self.parameters = list(map(_leaf, roots, self._memory))
@@ -369,11 +332,7 @@ class Replica:
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
         self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
-        root_device = source.device or device
-        self.generators = ReplicaGenerators(k, root_device, device)
-        self._new_copier = partial(
-            Copier, source=root_device, device=device, generators=self.generators
-        )
+        self.generators: Generators = WeakKeyDictionary()
         self._make_modules(rules)
 
     def _make_modules(self, rules: ReplicaRules) -> None:
@@ -382,17 +341,17 @@ class Replica:
         self._twins: dict[int, Any] = {id(m): object.__new__(type(m)) for m in source.modules}
         self.submodules: list[nn.Module] = [self._twins[id(m)] for m in source.modules]
         self.module = self.submodules[0]
-        parts = self._twins | dict(zip(map(id, source.parameters), self.parameters, strict=True))
-        self.buffer_tables: list[Table] = [{} for _ in source.modules]
-        self._tables = [*self.buffer_tables]
+        self.buffer_tables: list[Table] = []
+        self._tables: list[tuple[Table, Table]] = []  # of parameters and buffers; the root's first
         self._kept: list[Set[str]] = []  # names of attributes that it has for itself
         pairs = list(zip(source.modules, self.submodules, strict=True))
-        for (original, twin), buffers in zip(pairs, self.buffer_tables, strict=True):
-            weights, children = (
-                {name: parts.get(id(part), part) for name, part in tables(original).items()}
-                for tables in (parameter_table, child_table)
-            )
-            self._tables.append(weights)
+        for original, twin in pairs:
+            weights, buffers = dict[str, Any](), dict[str, Any]()
+            self._tables.append((parameter_table(original), weights))
+            self._tables.append((buffer_table(original), buffers))
+            self.buffer_tables.append(buffers)
+            found = child_table(original).items()
+            children = {name: self._twins.get(id(child)) for name, child in found}
             attributes = tables_as_attributes(weights, buffers, children)
             attributes.update(rules.own_attributes(original, twin, self.k, self.device))
             hooks = {name: type(vars(original)[name])() for name in HOOK_TABLES}
@@ -448,11 +407,7 @@ class Replica:
     def take_buffers(self, roots: list[Tensor], copies: list[Tensor]) -> None:
         """Takes copies of the root's buffers as its own."""
         self._root_buffers, self._buffers = roots, copies
-        self._in_place[len(self.parameters) :] = copies
-        stand_ins = self._stand_ins()  # a parameter may be a buffer as well
-        for table, root_table in zip(self.buffer_tables, self._source.buffer_tables, strict=True):
-            table.clear()
-            table.update({name: stand_ins.get(id(b), b) for name, b in root_table.items()})
+        self._compute_with([*self._in_place[: len(self.parameters)], *copies])
         self._seen_buffers = self._all_buffers()  # kept alive: no other tensor can get their ids
 
     def _stand_ins(self) -> dict[int, Any]:
@@ -461,12 +416,13 @@ class Replica:
         return dict(zip(map(id, roots), self._in_place, strict=True))
 
     def _compute_with(self, tensors: Sequence[Tensor]) -> None:
-        """Puts tensors in the place of its parameters and buffers."""
-        before, self._in_place = self._in_place, [*tensors]
-        pairs = zip(before, tensors, strict=True)
-        replaced = {id(old): new for old, new in pairs if old is not new}
-        for table in self._tables if replaced else ():
-            table.update({n: replaced[id(t)] for n, t in table.items() if id(t) in replaced})
+        """Puts tensors in the place of the root's parameters and buffers."""
+        self._in_place = [*tensors]
+        stand_ins = self._stand_ins()
+        for root_table, table in self._tables:
+            for name in table.keys() - root_table.keys():
+                del table[name]
+            table.update({name: stand_ins.get(id(t), t) for name, t in root_table.items()})
 
     def share(self, shares: bool) -> None:
         """Computes with the root's own parameters, or no longer."""
@@ -498,7 +454,8 @@ class Replica:
 
         Tensors come first, which containers may hold; hooks last, which may know containers.
         """
-        copier = self._new_copier({**self._stand_ins(), **self._twins})
+        parts = {**self._stand_ins(), **self._twins}
+        copier = Copier(parts, self._source.device or self.device, self.device, self.generators)
         tensors, others, hooks = [], [], []
         owners = zip(self._source.owners, [*self.submodules, *self._in_place], strict=False)
         for j, (original, twin) in enumerate(owners):
@@ -525,6 +482,17 @@ class Replica:
             for target, name, value in others + hooks:
                 target[name] = copier.copy(value)
         return copier
+
+    def seed_generators(self, *, alone: bool) -> None:
+        """Seeds its generators from the state of the root's: whoever sets that one sets all.
+
+        `alone`, the root draws nothing in this step, but has to move on.
+        """
+        for root, generator in self.generators.items():
+            state = zlib.crc32(bytes(root.get_state().tolist()))
+            generator.manual_seed(seed_apart(state, self.k))
+            if alone:
+                torch.rand(1, generator=root, device=root.device)
 
 
 # In the root's graph

@@ -1,9 +1,11 @@
-"""What a module is made of: its submodules, parameters and buffers, each once, in a fixed order."""
+"""What a module is made of: submodules, parameters and buffers, and what in it is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 from lightning_dp.parallel.torch_private import (
     buffer_table,
     child_table,
+    compiled_function,
+    compiled_inner,
     hook_tables,
+    more_recompilations,
     parameter_table,
 )
 
@@ -60,7 +65,8 @@ class ModuleStructure:
         self.owners: list[Any] = [*self.modules, *self.parameters]
         bound += map(child_table, self.modules)
         # Buffers are compared by their names, hooks by their numbers, which are never used again.
-        named = chain(self.buffer_tables, *map(hook_tables, self.modules))
+        named: list[dict[Any, Any]] = [*self.buffer_tables]
+        named += chain.from_iterable(map(hook_tables, self.modules))
         self.tables: list[Collection[Any]] = [*map(dict.values, bound), *map(dict.keys, named)]
 
     def _walk(
@@ -121,3 +127,49 @@ def _check_replicable(module: nn.Module) -> None:
                 f"Expected initialised parameters, got {type(module).__qualname__}.{name}, whose "
                 "shape is not known yet. Run one batch through the module before training."
             )
+
+
+def refuse_limited_norms(modules: Sequence[nn.Module]) -> None:
+    """Raises a ValueError about embeddings with `max_norm`, whose forwards write to weights."""
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"max_norm: expected None on several devices, got {module.max_norm} in "
+                f"{type(module).__qualname__}, whose forward shortens rows of the root's weight. "
+                "Shorten them with torch.renorm after each optimizer step, or use one device."
+            )
+
+
+class Compilations:
+    """Knows whether the module compiles anything (`are_known`), and raises dynamo's limits.
+
+    Compiling in several threads at once is unsafe, so replicas with compiled parts run in order.
+    The copier finds those on the module, this those in its classes and in what their methods know
+    by name; others are noticed when they are compiled, and replicas run in order from then on.
+    """
+
+    def __init__(self, root: nn.Module, replicas: int) -> None:
+        self._replicas = replicas
+        modules = list(root.modules())
+        classes = {cls for module in modules for cls in type(module).__mro__}
+        members = [member for cls in classes for member in vars(cls).values()]
+        functions = [member for member in members if isinstance(member, FunctionType)]
+        known = [f.__globals__.get(name) for f in functions for name in f.__code__.co_names]
+        self.are_known = any(compiled_inner(module) is not None for module in modules) or any(
+            compiled_function(value) is not None for value in functions + known
+        )
+
+    def as_often(self) -> AbstractContextManager[None]:
+        """In this context each replica may compile as often as one device would."""
+        return more_recompilations(self._replicas)
+
+
+def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:
+    """What a replica's `torch.compile(module)` has for itself: the calls of its inner module."""
+    inner = compiled_inner(twin)
+    if inner is None:
+        return {}
+    # The root's wrapper has been compiled with options that only its context knows.
+    compiled = type(original)(inner, original.dynamo_ctx)
+    tables = nn.Module().__dict__.keys() | {"dynamo_ctx"}
+    return {name: value for name, value in compiled.__dict__.items() if name not in tables}

@@ -20,22 +20,10 @@ class Adversarial(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self(self.worse(x, y)), y)
-
-    def worse(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         F.cross_entropy(self(x), y, reduction="sum").backward()
         assert x.grad is not None
-        return (x + 0.1 * x.grad.sign()).detach()
-
-
-class Zeroing(Adversarial):
-    """Empties what that backward has left."""
-
-    def worse(self, x: Tensor, y: Tensor) -> Tensor:
-        worse = super().worse(x, y)
-        self.zero_grad()
-        return worse
+        return F.cross_entropy(self((x + 0.1 * x.grad.sign()).detach()), y)
 
 
 class InPlace(Adversarial):
@@ -46,15 +34,11 @@ class InPlace(Adversarial):
 
 
 class Validating(Classifier):
-    """Looks at gradients in validation, and leaves them there."""
+    """Leaves gradients in validation, which nobody zeroes: they go on into the next step."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with torch.enable_grad():
             F.cross_entropy(self(batch[0]), batch[1], reduction="sum").backward()
-
-
-class Accumulating(Validating):
-    """Nobody zeroes gradients: they go on into the next step."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         return None
@@ -63,17 +47,16 @@ class Accumulating(Validating):
 def fitted(make: type[Classifier], devices: int, executor: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     module = make()
-    job = trainer(devices, DataParallelStrategy(executor=executor), **options)
+    job = trainer(devices, DataParallelStrategy(executor=executor), max_epochs=1, **options)
     job.fit(module, loader(), loader())
     return {name: p.detach() for name, p in module.named_parameters()}, job.callback_metrics
 
 
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("make", [Adversarial, Zeroing, InPlace, Validating, Accumulating])
+@pytest.mark.parametrize(("executor", "accumulate"), [("threads", 2), ("inorder", 1)])
+@pytest.mark.parametrize("make", [Adversarial, InPlace, Validating])
 def test_a_fit_is_that_of_one_device(
     make: type[Classifier], accumulate: int, executor: Any
 ) -> None:
-    options = {"accumulate_grad_batches": accumulate, "max_epochs": 1}
+    options = {"accumulate_grad_batches": accumulate}
     several, one = fitted(make, 3, executor, **options), fitted(make, 1, "auto", **options)
     assert_equal_trees(several, one, "fit", atol=1e-5, rtol=1e-4)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.oracle import Classifier, assert_same, loader, run, samples, trainer
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,20 +31,14 @@ class Iterating(Classifier):
         self.indices.setdefault(stage, []).append((*indices, *known))
         return self.trainer.strategy.batch_to_device(batch, dataloader_idx=indices[1])
 
-    def loss_of(self, stage: str, dataloader_iter: Any) -> Tensor:
+    def training_step(self, dataloader_iter: Any) -> Any:
+        stage = str(self.trainer.state.stage)
         x, y = self.take(stage, dataloader_iter)
         loss = F.cross_entropy(self(x), y)
         self.log(f"{stage}/loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
         return loss
 
-    def training_step(self, dataloader_iter: Any) -> Any:
-        return self.loss_of("train", dataloader_iter)
-
-    def validation_step(self, dataloader_iter: Any) -> Any:
-        return self.loss_of("val", dataloader_iter)
-
-    def test_step(self, dataloader_iter: Any) -> Any:
-        return self.loss_of("test", dataloader_iter)
+    validation_step = test_step = training_step
 
     def predict_step(self, dataloader_iter: Any) -> Any:
         return self(self.take("predict", dataloader_iter)[0])

@@ -12,9 +12,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from support.oracle import ByHand, Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
-
-from lightning_dp import DataParallelStrategy
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -67,10 +64,9 @@ class Adversarial(Classifier):
         assert all(p.requires_grad for p in self.parameters())
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val/critic", self.critic(self.generator(batch[0])).mean())
+        self.log("critic", self.critic(self.generator(batch[0])).mean())
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("test/critic", self.critic(batch[0]).mean())
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.generator(batch[0])
@@ -119,40 +115,8 @@ class Accumulating(Manual):
         return {"loss": loss, "n": batch_idx}
 
 
-class Clipping(Manual):
-    """With Lightning's."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad(set_to_none=False)
-        self.manual_backward(self.loss(batch))
-        self.clip_gradients(optimizer, 0.01, "norm")
-        self.log("largest", torch.stack([p.grad.abs().max() for p in self.parameters()]).max())
-        optimizer.step()
-
-
-class Scheduled(Manual):
-    """A schedule per step, one by the step's loss, and an option that the step changes itself."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        first, second = self.lr_schedulers()
-        first.step()
-        second.step(loss.detach())
-        group = self.optimizers().param_groups[0]
-        group["weight_decay"] = 0.9 * group.get("weight_decay") + 0.1
-        self.log("lr", group["lr"], on_step=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
-        return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.9), plateau]
-
-
 CASES: list[tuple[Callable[[], LightningModule], int, dict[str, Any]]] = [
     (Clamped, 3, {"weights": [0, 2, 1], **PARTS}),
-    *((make, 3, {}) for make in (Scheduled, Clipping)),
     (Lbfgs, 3, {"executor": "threads"}),
     (Accumulating, 3, {"weights": [0, 2, 1]}),
     (Manual, 3, {"split": "auto"}),
@@ -186,18 +150,6 @@ def test_a_module_that_turns_to_manual_optimisation_during_a_fit_is_refused() ->
 
     with pytest.raises(RuntimeError, match="automatic_optimization to stay True"):
         trainer(2).fit(Turning(), loader(), loader())
-
-
-@pytest.mark.on("cpu")
-def test_the_first_step_check_compares_the_spread_calls() -> None:
-    class Centred(Manual):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x - x.mean(0))
-
-    job = trainer(3, DataParallelStrategy(check_first_step=True), max_epochs=1)
-    with pytest.warns(UserWarning, match="forward does not give the numbers of one device"):
-        job.fit(Centred(), loader(), loader())
-    assert job.strategy.first_step["training_step"].differences
 
 
 @pytest.mark.on("cpu")

@@ -14,5 +14,6 @@ from __future__ import annotations
 from sim_devices.accelerator import register
 from sim_devices.backend import enable as enable
 from sim_devices.backend import is_enabled as is_enabled
+from sim_devices.device_module import IS_SUPPORTED as IS_SUPPORTED
 
 register()

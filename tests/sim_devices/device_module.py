@@ -26,6 +26,9 @@ from sim_devices.virtual_time import set_speed as set_speed
 Stream = torch.Stream
 Event = torch.Event
 
+IS_SUPPORTED = hasattr(torch.accelerator, "memory_stats")
+"""Whether this torch counts the memory of accelerators that it does not know."""
+
 _initialized = False  # read by torch.utils.checkpoint
 _forked = False
 default_generators: tuple[torch.Generator, ...] = ()
@@ -172,9 +175,10 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
 
 # Nothing is cached.
 memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
-memory_stats = torch.accelerator.memory_stats
-reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
-mem_get_info = torch.accelerator.get_memory_info
+if IS_SUPPORTED:
+    memory_stats = torch.accelerator.memory_stats
+    reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+    mem_get_info = torch.accelerator.get_memory_info
 
 
 def set_memory_limit(device: DeviceLike, limit: int | None) -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import sim_devices
 import torch
 
 SIM_DEVICES = 8  # their number is fixed for a process
@@ -51,7 +52,7 @@ def choose(on: str | None, markers: str) -> None:
     global kinds
     asks_for_gpus = re.search(r"(?<!not )\bmultigpu\b", markers)
     if on == "sim" or (on is None and not asks_for_gpus):
-        kinds = ("cpu", "sim")
+        kinds = ("cpu", "sim") if sim_devices.IS_SUPPORTED else ("cpu",)
         return
     if torch.cuda.device_count() == 0:
         raise pytest.UsageError(
@@ -94,4 +95,6 @@ def header() -> str:
     said = f"devices: {', '.join(kinds)}"
     if "sim" in kinds and (found := torch.cuda.device_count()):
         said += f" (GPUs found: {found}; `python -m pytest --on cuda` tests on them)"
+    if not sim_devices.IS_SUPPORTED:
+        said += f" (torch {torch.__version__} cannot count the memory of simulated devices)"
     return said

@@ -19,7 +19,7 @@ from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.scatter import to_device, tree
 from lightning_dp.parallel.split import Sizes, fitted, is_fixed, weighted
-from lightning_dp.parallel.torch_private import is_in_backward, saved_tensors_functions
+from lightning_dp.parallel.torch_private import backward_id, saved_tensors_functions
 
 SAMPLES = 3
 """Samples per replica in the part of the batch that is checked."""
@@ -55,7 +55,7 @@ class FirstCalls:
         kind = (path, engine.is_training and torch.is_grad_enabled())
         # Within a checkpoint, whose hooks would run the call again in the check's backward.
         in_checkpoint = saved_tensors_functions() is not None
-        if kind in self.seen or is_in_backward() or in_checkpoint or is_checking():
+        if kind in self.seen or backward_id() >= 0 or in_checkpoint or is_checking():
             return
         report = Report(self.option, f"{path}.forward".lstrip("."))
         try:

@@ -50,9 +50,9 @@ from lightning_dp.parallel.scatter import (
 )
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.torch_private import (
-    is_in_backward,
+    backward_id,
+    dynamo_utils,
     is_profiling,
-    num_compiled_frames,
 )
 from lightning_dp.parallel.usage import DeviceUsage, UsageMeter
 
@@ -304,7 +304,7 @@ class Engine:
             tasks.append(Task(k, self.devices[k], run, partial(shards.place, call.name, k)))
         if call.training and self.meter.is_watched and not shards.whole:
             self.meter.start(shards.sizes, tasks)
-        compiled, num_compiled = self.replicas.compiled, num_compiled_frames()
+        compiled, num_compiled = self.replicas.compiled, _num_compiled()
         compiling = compiled.as_often() if compiled.are_known else nullcontext()
         try:
             # The context records what replicas do to metrics, logs and lists.
@@ -315,10 +315,10 @@ class Engine:
                     outputs = call.to_cpu(outputs, self.devices)
                     synchronize(*self.devices)
         except BaseException:
-            if not is_in_backward():  # where a checkpoint ends its recomputation by an exception
+            if backward_id() < 0:  # where a checkpoint ends its recomputation by an exception
                 self.replicas.lose()
             raise
-        if num_compiled_frames() != num_compiled:  # of functions that were not known
+        if _num_compiled() != num_compiled:  # of functions that were not known
             compiled.are_known = True
         if call.training:
             self.reducer.after_forward(shards)
@@ -346,7 +346,7 @@ class Engine:
 
     def undo(self) -> None:
         """Takes back what a half-done step has left: gradients, hooks, buffers, counts."""
-        if not is_in_backward():  # where a checkpoint calls the module again
+        if backward_id() < 0:  # where a checkpoint calls the module again
             wait_for_autograd(self.devices)
         self.reducer.undo()
         for usage, size in zip(self.usage, self._counted, strict=False):
@@ -410,3 +410,9 @@ class Engine:
 def _after(before: Callable[[], object], call: Callable[[], Any]) -> Any:
     before()
     return call()
+
+
+def _num_compiled() -> int:
+    """How many frames the process has compiled so far."""
+    dynamo = dynamo_utils()
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])

@@ -19,8 +19,8 @@ from lightning_dp.parallel.gather import Scalars
 from lightning_dp.parallel.scatter import Shards, to_device_together
 from lightning_dp.parallel.torch_private import (
     COMPILED_CALL,
+    backward_id,
     compiled_forward,
-    is_in_backward,
     not_compiled,
 )
 
@@ -126,7 +126,7 @@ class ForwardParallel(Engine):
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        again = is_in_backward()  # a checkpoint calls again, in a thread of autograd
+        again = backward_id() >= 0  # a checkpoint calls again, in a thread of autograd
         self.num_calls += 1
         if not again:
             self._streams = side_streams([*self.devices, self.output_device])

@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -165,6 +165,10 @@ will_run: Callable[[Any], bool] = _found("_C._will_engine_execute_node")
 """In a node: whether this backward, which may have `inputs=`, also runs a node."""
 
 
+backward_id: Callable[[], int] = _found("_C._current_graph_task_id")
+"""The number of the backward whose node the calling thread runs; -1 outside of backwards."""
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """In a node: calls `callback` once this backward has run all its nodes."""
     _torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -182,11 +186,6 @@ def saved_tensors_functions() -> Functions | None:
     """The functions of the calling thread's innermost `saved_tensors_hooks`."""
     hooks: Functions | None = _torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
-
-
-def is_in_backward() -> bool:
-    """Whether the calling thread runs a node of a backward."""
-    return bool(_torch._C._current_graph_task_id() != -1)
 
 
 @cache
@@ -236,14 +235,12 @@ def check_dual_levels(check: Callable[[], None]) -> None:
 # --- Modes: the default device, torch function modes, dispatch modes
 
 
-def has_modes() -> bool:
-    """Whether the calling thread has modes, a default device or saved tensor hooks."""
-    names = _torch._C
-    return bool(
-        names._len_torch_function_stack()
-        or names._len_torch_dispatch_stack()
-        or names._autograd._top_saved_tensors_default_hooks(False)
-    )
+MODE_COUNTS: tuple[Callable[[], object], ...] = (
+    _found("_C._len_torch_function_stack"),
+    _found("_C._len_torch_dispatch_stack"),
+    partial(_found("_C._autograd._top_saved_tensors_default_hooks"), False),
+)
+"""What the calling thread has of modes (a default device is one) and saved tensor hooks."""
 
 
 def default_device() -> torch.device | None:
@@ -253,11 +250,8 @@ def default_device() -> torch.device | None:
 
 def has_own_modes() -> bool:
     """Whether there are modes or hooks that other threads cannot enter too: all but a device."""
-    return has_modes() and (
-        saved_tensors_functions() is not None
-        or _torch._C._len_torch_dispatch_stack() > 0
-        or not all(map(_is_device, _function_modes()))
-    )
+    _, dispatch, saving = [count() for count in MODE_COUNTS]
+    return bool(dispatch or saving or not all(map(_is_device, _function_modes())))
 
 
 def _function_modes() -> list[Any]:
@@ -318,10 +312,8 @@ def not_compiled(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function, reason=why))
 
 
-def num_compiled_frames() -> int:
-    """How many frames the process has compiled so far."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
+dynamo_utils: Callable[[], Any] = partial(sys.modules.get, "torch._dynamo.utils")
+"""Dynamo's module with `counters`; None while nothing has been compiled."""
 
 
 def more_recompilations(times: int) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_dp.parallel.apply.executor import Calls, current_participant
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter import move, to_device, tree, weighted_mean
-from lightning_dp.parallel.torch_private import is_in_backward
+from lightning_dp.parallel.torch_private import backward_id
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ def must_meet(what: str) -> bool:
     """Whether the collective `what`, called here, has other replicas to wait for."""
     participant = current_participant()
     if participant is None:
-        if is_in_backward():
+        if backward_id() >= 0:
             raise RuntimeError(
                 f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
                 "recomputes the part of the step that calls it, where the replicas do not meet. "

@@ -42,8 +42,8 @@ from lightning_dp.parallel.devices import replica_names, replica_text, seed_apar
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
+    MODE_COUNTS,
     check_dual_levels,
-    has_modes,
     has_own_modes,
     watch_checkpoints,
 )
@@ -107,7 +107,7 @@ class Executor:
         Returns whether in threads.
         """
         tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
-        if in_threads and has_own_modes():
+        if in_threads and any([count() for count in MODE_COUNTS]) and has_own_modes():
             in_threads = False
         elif in_threads and self._measures:
             # Who asks for deterministic algorithms wants every run to make the same choice.
@@ -146,7 +146,9 @@ class Executor:
         in_threads &= len(tasks) > 1
         timer = None if tuner is None or not tuner.is_measured else DeviceTimer(self._devices)
         is_plain = self._is_on_cpu and not (
-            torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
+            torch.is_inference_mode_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or any([count() for count in MODE_COUNTS])
         )
         state = None if is_plain else ThreadState(self._devices)
         collects = COLLECTS_ANYWHERE and in_threads and gc.isenabled()  # see the note

@@ -30,8 +30,8 @@ from lightning_dp.parallel.replicate import BufferCopies, Replicas
 from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.torch_private import (
     add_to_each,
+    backward_id,
     hooked,
-    is_in_backward,
     keeps_graph,
     put_hooks_back,
     take_hooks_off,
@@ -134,7 +134,7 @@ class Reducer:
     def settle(self) -> None:
         """Ends a step whose backward did not run or has failed."""
         if self.backward is not None:
-            if is_in_backward():  # a checkpoint calls the module again
+            if backward_id() >= 0:  # a checkpoint calls the module again
                 return
             wait_for_autograd(self._devices)
             self._discard()

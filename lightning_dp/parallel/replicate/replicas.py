@@ -40,10 +40,10 @@ from lightning_dp.parallel.torch_private import (
     FIXED_NAMES,
     HOOK_TABLES,
     at_end_of_backward,
+    backward_id,
     buffer_table,
     child_table,
     gradient_hooks,
-    is_in_backward,
     parameter_table,
     tables_as_attributes,
     version,
@@ -368,7 +368,7 @@ class Replica:
     def follow(self, state: ParameterState, everything: bool, frozen: bool) -> set[int]:
         """Follows the root, of which this is the state; returns positions that are to be sent."""
         # Where a checkpoint calls again, other threads are at work with the parameters.
-        trained = everything or (self.is_behind and not is_in_backward())
+        trained = everything or (self.is_behind and backward_id() < 0)
         frozen, seen, self._seen = frozen or everything, self._seen, state
         if self.in_root_memory:
             trained, frozen = everything, False

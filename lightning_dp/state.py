@@ -34,7 +34,6 @@ from lightning_dp.lightning_private import running_hook
 from lightning_dp.parallel.gather import Join
 from lightning_dp.parallel.replicate import Contents, Replicas
 from lightning_dp.parallel.scatter import Shards, to_device, to_device_together, tree
-from lightning_dp.parallel.split import batch_order
 from lightning_dp.parallel.torch_private import hook_tables
 
 Path: TypeAlias = tuple[Any, ...]
@@ -302,7 +301,7 @@ class Merge:
     """
 
     def __init__(self, shards: Shards, output_device: torch.device, memory: ListMemory) -> None:
-        self._sizes, self._order = shards.active_sizes, shards.active_order
+        self._sizes = shards.active_sizes
         self._row_rules, self._memory = shards.row_rules, memory
         self._output_device = output_device
         self._done: set[int] = set()  # ids of the root's: one container may have several names
@@ -375,12 +374,9 @@ class Merge:
         """The items that one device would have appended."""
         counts, items = list(map(len, tails)), [item for tail in tails for item in tail]
         if self._are_of_samples(path, counts, longest):
-            items = to_device_together(items, self._output_device)
-            is_cut = self._order is not None and counts == self._sizes
-            places = batch_order(self._order or ()) if is_cut else range(len(items))
-            return [items[i] for i in places or ()]
+            return to_device_together(items, self._output_device)
         number, name, *keys = path
-        join = Join(tuple(self._sizes), self._output_device, self._row_rules, order=self._order)
+        join = Join(tuple(self._sizes), self._output_device, self._row_rules)
         path = (tree.Attribute(name), *keys)
         return [
             replace(join, where=("self", number, i)).gather(row, path)

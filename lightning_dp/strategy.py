@@ -83,7 +83,7 @@ class DataParallelMixin(CheckpointMixin):
             sizes of `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: leaves equally much
             memory free on every device, by the peaks of the first steps. `"adaptive"`: lets all
             devices end at the same time, by the times of the steps. `"cost"`: samples of unequal
-            cost (sequence length, nodes) go where there is least to do; costs come from the
+            cost (sequence length, nodes) in shards of about the same cost; costs come from the
             module's method `sample_cost(batch)`, which returns a 1-D tensor, or from an entry of
             the batch, see `sample_cost`. Or a function `(batch_size, devices) -> sizes`. Where
             memory runs out, every split gives the device fewer samples, and the step runs again.
@@ -385,8 +385,8 @@ class DataParallelMixin(CheckpointMixin):
             return super().batch_to_device(batch, device, dataloader_idx)
         checks, auto = self._first_steps, self._auto
         is_checked = checks is not None and auto is not None and auto.next_step in checks.due
-        if auto is not None and not is_checked and auto.begin(batch):
-            return auto.take(super().batch_to_device(batch, None, dataloader_idx))
+        if auto is not None and auto.begin(batch, is_free=not is_checked):
+            return super().batch_to_device(batch, None, dataloader_idx)
         return self._mode.batch(batch, dataloader_idx)
 
     @override
@@ -411,9 +411,10 @@ class DataParallelMixin(CheckpointMixin):
         if mode is None:
             return getattr(super(), method)(*args, **kwargs)
         batch, *rest = (*args, *kwargs.values())
-        if auto is not None and auto.is_for_root(method, batch):
-            own = partial(getattr(super(), method), *args, **kwargs)
-            output = auto.step(method, batch, own)
+        if auto is not None:
+            auto.accumulates = mode.engine.accumulating
+        if auto is not None and auto.is_alone:
+            output = auto.step(method, partial(getattr(super(), method), *args, **kwargs))
         else:
             # Validation without batch_idx: weights may have been swapped before its first batch.
             if method != "training_step" and rest[:1] in ([], [0]):

@@ -247,8 +247,6 @@ def _joined(row: Sequence[MetricCall], found: Records, metric: AnyMetric) -> lis
         device,
         RowRules(found.dim),
         where=(first.metric, first.method),
-        order=found.order,
-        warns=False,
         numbers=_meaning_of_numbers(first, metric),
     )
     try:
@@ -352,10 +350,7 @@ class _JoinArguments(Join):
         if how in ("same", "ragged"):
             raise _CannotJoin
         self.of_samples.append(path)
-        joined: Tensor = self.in_order(
-            torch.cat(tensors, dim), [t.shape[dim] for t in tensors], dim
-        )
-        return joined
+        return torch.cat(tensors, dim)
 
     def _number(self, numbers: list[Tensor]) -> Tensor:
         if self.numbers == "mean":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -26,17 +25,9 @@ def of_all_ranks(own: Records, world: World) -> Records:
     received = world.all_gather_objects(sent, "the end of its step")
     received[world.rank] = sent  # whose values may have a graph
     parts = [part for part in received if part is not None]
-    order: list[Sequence[int]] = []
-    begin = 0
-    for part in parts:
-        starts = list(accumulate(part.sizes, initial=0))
-        in_turn = [range(a, b) for a, b in pairwise(starts)]
-        order += [[begin + i for i in places] for places in part.order or in_turn]
-        begin += starts[-1]
     return Records(
         [calls for part in parts for calls in part.calls],
         [size for part in parts for size in part.sizes],
-        order if any(part.order is not None for part in parts) else None,
         [name for part in parts for name in part.replicas],
     )
 

@@ -33,7 +33,6 @@ from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.gather import add_up
 from lightning_dp.parallel.replicate import ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import Shards, tree, weighted_mean
-from lightning_dp.parallel.split import Order
 from lightning_dp.state import ModuleState, warn_of_step
 
 if TYPE_CHECKING:
@@ -76,11 +75,10 @@ Call: TypeAlias = LogCall | MetricCall
 
 
 class Records(NamedTuple):
-    """The calls of replicas, with the sizes, the places in the batch and the names of these."""
+    """The calls of replicas, with the sizes and the names of these."""
 
     calls: Sequence[Sequence[Call]]
     sizes: Sequence[int]
-    order: Order | None
     replicas: list[str]
     dim: int = 0
 
@@ -234,7 +232,7 @@ class StepRecorder(ReplicaRules):
             return
         names = [f"{self._names[k]} ({shards.sizes[k]} samples)" for k in shards.active]
         dim = shards.row_rules.dim
-        found = Records(calls, shards.active_sizes, shards.active_order, names, dim)
+        found = Records(calls, shards.active_sizes, names, dim)
         logging: AbstractContextManager[None] = nullcontext()
         if self.world is not None:
             from lightning_dp.metrics import ranks

@@ -270,11 +270,10 @@ class Engine:
             parts = [transfer(batch, self.devices[0])]
         else:
             inferred = Inferred(sum(plan.sizes), plan.reading)
-            parts = cut_for(self.asked, batch, inferred, plan.sizes, self.dim, plan.order)
+            parts = cut_for(self.asked, batch, inferred, plan.sizes, self.dim)
             for k, device in enumerate(self.devices):
                 parts[k] = transfer(parts[k], device) if plan.sizes[k] else None
-        order, rules = plan.order, self._row_rules
-        return Shards(plan.sizes, parts, whole=plan.whole, order=order, row_rules=rules)
+        return Shards(plan.sizes, parts, whole=plan.whole, row_rules=self._row_rules)
 
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
         """Copies what has changed on the root to the active replicas; returns all replicas."""
@@ -294,7 +293,7 @@ class Engine:
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        self.calls = calls = Calls(shards.active_sizes, shards.active_order, self.dim, self.world)
+        self.calls = calls = Calls(shards.active_sizes, self.dim, self.world)
         call.begin(shards)
         tasks = []
         for k in shards.active:
@@ -339,8 +338,8 @@ class Engine:
 
     def join(self, outputs: Sequence[Any], shards: Shards) -> Any:
         """Joins replicas' outputs into what one device would return, on the output device."""
-        sizes, order, rules = tuple(shards.active_sizes), shards.active_order, shards.row_rules
-        return Join(sizes, self.output_device, rules, self._scalars, order).gather(outputs)
+        sizes, rules = tuple(shards.active_sizes), shards.row_rules
+        return Join(sizes, self.output_device, rules, self._scalars).gather(outputs)
 
     # Out of memory
 

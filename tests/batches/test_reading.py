@@ -43,6 +43,7 @@ COLUMNS = {
     "two loaders in a list": ([[zeros(8, 3), zeros(8)], [zeros(8, 3), zeros(8)]], 8),
     "two loaders with names": ([(zeros(8, 3), "a"), (zeros(8, 3), "b")], 8),
     "dicts of two views": ([{"x": zeros(8, 3)}, {"x": zeros(8, 3)}], 8),
+    "views and a row for all": ({"views": [zeros(8, 3), zeros(8, 3)], "w": zeros(1, 3)}, 8),
     "views of two samples alone": ({"views": [zeros(2, 3), zeros(2, 3)]}, 2),
 }
 LISTS = {
@@ -65,6 +66,7 @@ LISTS = {
     "graphs": ({"g": [graph(i) for i in range(3)], "y": zeros(3)}, 3),
     "objects": ({"y": [Boxes(zeros(n, 4)) for n in (5, 2, 3)]}, 3),
     "tensors of one row": ({"x": zeros(6), "y": [zeros(1) for _ in range(6)]}, 6),
+    "one image and its label": ({"x": images(20), "y": zeros(1)}, 1),
     "dicts of one row": ({"x": zeros(6), "y": [{"a": zeros(1)} for _ in range(6)]}, 6),
 }
 SAMPLES = {

@@ -5,7 +5,6 @@ Steps are compared with those of one device on the shards, one after the other.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +13,10 @@ import pytest
 import torch
 from support import oracle
 from support.oracle import Classifier, devices_of, loader, run, trainer
-from test_planner import SPLITS
+from test_split import OPTIONS
 from torch import Tensor, nn
 
-from lightning_dp import DataParallel, DataParallelStrategy
+from lightning_dp import DataParallelStrategy
 from lightning_dp.layer_sync import ReplicaBatchNorm
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.split import split_policy
@@ -25,7 +24,7 @@ from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIONS = [options for options in SPLITS if options.get("split") not in ("memory", "auto")]
+CPUS = [torch.device("cpu")] * 4
 
 
 class Net(nn.Module):
@@ -45,8 +44,7 @@ class Net(nn.Module):
     def validation_step(self, x: Tensor) -> Tensor:
         return self(x)
 
-    def sample_cost(self, batch: Any) -> Tensor:
-        x = batch[0] if isinstance(batch, dict) else batch
+    def sample_cost(self, x: Tensor) -> Tensor:
         return torch.arange(len(x)) * 7 % 5 + 1
 
 
@@ -59,63 +57,33 @@ def batch(n: int) -> Tensor:
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
 
 
-def expected_gradients(x: Tensor, order: Sequence[Sequence[int]]) -> list[Tensor]:
-    """One device: the shards, one after the other."""
-    one = net()
-    for positions in order:
-        loss = one.training_step(x[list(positions)])
-        (loss * len(positions) / len(x)).backward()
-    return [p.grad for p in one.parameters() if p.grad is not None]
-
-
-def parts_of(engine: StepParallel, sizes: Sequence[int]) -> Any:
-    latest = engine.planner.latest
-    if latest.order is not None:
-        return [part for part in latest.order if part]
-    positions = iter(range(sum(sizes)))
-    return [list(itertools.islice(positions, size)) for size in sizes if size]
-
-
-def engine_of(module: Any, devices: Sequence[torch.device], **options: Any) -> StepParallel:
+def engine_of(module: Any, devices: Sequence[torch.device] = CPUS, **options: Any) -> StepParallel:
     policy = split_policy(options.get("split", "even"), options.get("weights"), devices)
     return StepParallel(module, devices, output_device=devices[0], split=policy)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [o for o in OPTIONS if o.get("split") != "memory"])
 def test_steps_of_every_size_are_done(on: str, options: Any) -> None:
     devices = devices_of(4)
     for n in (2, 3, 5, 9):
-        module = net().to(devices[0])
+        module, one, x = net().to(devices[0]), net(), batch(n)
         engine = engine_of(module, devices, **options)
-        x = batch(n)
-        for _ in range(2):
-            module.zero_grad()
-            engine.train("training_step", x).backward()
-            sizes = engine.last_sizes
-            assert sum(sizes) == n and 1 not in sizes
-            got = [p.grad.cpu() for p in module.parameters()]
-            expected = expected_gradients(x, parts_of(engine, sizes))
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+        engine.train("training_step", x).backward()
+        sizes = engine.last_sizes
+        assert sum(sizes) == n and 1 not in sizes
+        for shard in x.split([size for size in sizes if size]):
+            (one.training_step(shard) * len(shard) / n).backward()
+        for a, b in zip(module.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=0, atol=1e-10)
         engine.close()
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_drop_in_takes_every_size(on: str, options: Any) -> None:
-    wrapper = DataParallel(net().to(devices_of(1)[0]), devices_of(4), **options)
-    for n in (2, 3, 5, 9):
-        wrapper(batch(n)).square().mean().backward()
-        assert sum(wrapper.last_sizes) == n and 1 not in wrapper.last_sizes
-    wrapper.close()
 
 
 class OverPairs(nn.BatchNorm1d):
     """Batch norm over a sample's values, which are more than one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(
-            x.unsqueeze(-1).expand(-1, -1, 2) * torch.tensor([1.0, 2.0]).to(x)
-        )
-        return y.sum(-1)
+        pairs = x.unsqueeze(-1).expand(-1, -1, 2) * torch.tensor([1.0, 2.0]).to(x)
+        return super().forward(pairs).sum(-1)
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -126,20 +94,17 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["training_step", "validation_step"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_batch_of_one_does_what_it_does_on_one_device(on: str, norm: str, method: str) -> None:
-    devices = devices_of(4)
-    one, module = (net(norm=NORMS[norm]).train(method == "training_step") for _ in range(2))
-    engine = engine_of(module.to(devices[0]), devices)
-    call = engine.train if method == "training_step" else engine.evaluate
+def test_a_batch_of_one_does_what_it_does_on_one_device(norm: str) -> None:
+    one, module = (net(norm=NORMS[norm]) for _ in range(2))
+    engine = engine_of(module)
     try:
-        expected = getattr(one, method)(batch(1))
+        expected = one.training_step(batch(1))
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
-            call(method, batch(1))
+            engine.train("training_step", batch(1))
     else:
-        torch.testing.assert_close(call(method, batch(1)).cpu(), expected)
+        torch.testing.assert_close(engine.train("training_step", batch(1)), expected)
     engine.close()
 
 
@@ -155,7 +120,7 @@ def test_a_batch_of_one_does_what_it_does_on_one_device(on: str, norm: str, meth
 )
 def test_only_batch_norm_that_trains_on_shards_counts(change: Any, sizes: Any) -> None:
     module = net()
-    engine = engine_of(module, [torch.device("cpu")] * 4)
+    engine = engine_of(module)
     change(module)
     engine.train("training_step", batch(5)).backward()
     assert engine.last_sizes == sizes
@@ -166,8 +131,7 @@ def test_only_batch_norm_that_trains_on_shards_counts(change: Any, sizes: Any) -
 
 
 def test_statistics_of_shards_are_used_in_evaluation_too_if_none_are_kept() -> None:
-    module = net(norm=NORMS["untracked"]).eval()
-    engine = engine_of(module, [torch.device("cpu")] * 4)
+    engine = engine_of(net(norm=NORMS["untracked"]).eval())
     assert engine.evaluate("validation_step", batch(5)).shape == (5, 2)
     assert engine.last_sizes == (3, 2, 0, 0)
     engine.close()
@@ -179,20 +143,6 @@ class Normed(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-        self.sizes: set[tuple[int, ...]] = set()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.sizes.add(getattr(self.trainer.strategy, "last_sizes", ()))
-
-
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_fits_that_one_device_completes_are_completed(mode: Any) -> None:
-    """A last batch of one sample is an error on one device, too: there is none here."""
-    result = run(Normed, 4, data=lambda: loader(13, 10), strategy={"mode": mode})
-    sizes = [s for s in result.module.sizes if s] or [result.trainer.strategy.last_sizes]
-    assert all(torch.isfinite(p).all() for p in result.module.parameters())
-    if mode == "step":
-        assert not [s for s in sizes if 1 in s]
 
 
 def test_a_fit_in_which_one_replica_can_work_is_one_devices() -> None:
@@ -211,27 +161,15 @@ def test_a_last_batch_of_one_sample_is_the_error_of_one_device(mode: Any) -> Non
     assert messages[0] == messages[1]
 
 
-class Split(nn.Module):
-    """An encoder without batch norm, and a head with it, each of which can be spread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
 def test_calls_without_batch_norm_may_have_shards_of_one_sample() -> None:
-    devices = [torch.device("cpu")] * 4
-    module = Split().double()
+    module = nn.ModuleDict({"encoder": nn.Linear(3, 4), "head": nn.BatchNorm1d(4)}).double()
+    split = split_policy("even", None, CPUS)
     engine = ForwardParallel(
-        module,
-        devices,
-        output_device=devices[0],
-        split=split_policy("even", None, devices),
-        parallel_modules=["encoder", "head"],
+        module, CPUS, output_device=CPUS[0], split=split, parallel_modules=["encoder", "head"]
     )
     with engine.spreading():
-        hidden = module.encoder(batch(5))
+        hidden = module["encoder"](batch(5))
         assert engine.last_sizes == (2, 1, 1, 1)
-        module.head(hidden).sum().backward()
+        module["head"](hidden).sum().backward()
         assert engine.last_sizes == (3, 2, 0, 0)
     engine.close()

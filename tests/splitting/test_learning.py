@@ -143,7 +143,7 @@ def test_the_fullest_device_has_the_most_free_within_a_sample_or_two_percent(
     fixed: list[int], per_sample: int, added: int, smaller: int
 ) -> None:
     capacities = [20_000] * (len(fixed) - 1) + [20_000 - smaller]
-    split, n = Memory(range(len(fixed)), lambda: capacities), 64 * len(fixed)
+    split, n = Memory(len(fixed), lambda: capacities), 64 * len(fixed)
 
     def least_free(sizes: Sizes) -> int:
         used = peaks(sizes, fixed, per_sample)
@@ -161,7 +161,7 @@ def test_the_fullest_device_has_the_most_free_within_a_sample_or_two_percent(
 def test_devices_that_are_equal_but_for_some_bytes_do_not_change_places() -> None:
     """Of three, two have a sample more than the third; the root has 1 byte less for each."""
     fixed, per_sample = (1920, 1000, 1000, 1000), (399, 400, 400, 400)
-    split = Memory(range(4), lambda: [10_000] * 4)
+    split = Memory(4, lambda: [10_000] * 4)
     seen = []
     for _ in range(12):
         seen.append(sizes := split(32))
@@ -172,7 +172,7 @@ def test_devices_that_are_equal_but_for_some_bytes_do_not_change_places() -> Non
 
 def test_the_heaviest_batches_count() -> None:
     """As many samples of other lengths: now and then a batch takes three times the memory."""
-    split = Memory(range(2), lambda: [10_000] * 2)
+    split = Memory(2, lambda: [10_000] * 2)
     for step in range(40):
         learn(split, 20, [2000, 1000], 150 if step % 4 == 3 else 50, 0, 1)
     first, second = peaks(split(20), [2000, 1000], 150)
@@ -180,12 +180,9 @@ def test_the_heaviest_batches_count() -> None:
 
 
 def test_replicas_on_one_device_share_what_it_has() -> None:
-    split = Memory([0, 1, 1], lambda: [5000, 5000, 5000])
-    for _ in range(6):
-        a, b, c = split(40)
-        used = (1000 + 50 * a, 1000 + 50 * (b + c), 1000 + 50 * (b + c))
-        split.learn(StepUsage((a, b, c), (1.0,) * 3, 1.0, used, (1000,) * 3))
-    assert split(40) == (20, 10, 10)
+    split = split_policy("memory", None, ["a", "b", "b"], lambda: [5000] * 3)
+    split.learn(StepUsage((4, 3, 3), (1.0,) * 3, 1.0, (4000, 100, 100), (1000,) * 3))
+    assert split(10) == (4, 3, 3)
 
 
 # In a Trainer

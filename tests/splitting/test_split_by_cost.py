@@ -1,4 +1,4 @@
-"""Samples of unequal cost go where there is least to do, and nobody sees another order."""
+"""Samples of unequal cost are cut into shards of about the same cost."""
 
 from typing import Any
 
@@ -7,13 +7,11 @@ import torch
 from support.oracle import Classifier, assert_same, run
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter.shards import cut
 
 pytestmark = pytest.mark.usefixtures("on")
@@ -101,26 +99,6 @@ def test_everything_is_as_on_one_device_in_the_order_of_the_batch(cost: str | No
     assert result.module.names == expected.module.names
     for seen, wanted in zip(result.module.seen, expected.module.seen, strict=True):
         torch.testing.assert_close(seen.cpu(), wanted, atol=1e-10, rtol=0)
-
-
-def test_cutting_in_any_order_and_gathering_gives_the_batch() -> None:
-    lengths = [3, 1, 4, 1, 5]
-    batch = {
-        "x": torch.arange(10.0).view(5, 2),
-        "names": list("abcde"),
-        "boxes": [torch.full((n, 4), float(n)) for n in lengths],
-        "packed": pack_sequence([torch.arange(float(n)) for n in lengths], enforce_sorted=False),
-        "scale": 2.5,
-    }
-    order = [[1, 4], [], [0, 2, 3]]
-    shards = [shard for shard in cut(batch, (2, 0, 3), order=order) if shard is not None]
-    assert shards[0]["names"] == ["b", "e"] and shards[1]["x"].tolist() == [[0, 1], [4, 5], [6, 7]]
-    result = gather(shards, "cpu", sizes=[2, 3], order=[order[0], order[2]])
-    assert result["names"] == batch["names"] and result["scale"] == 2.5
-    assert torch.equal(result["x"], batch["x"])
-    assert [len(box) for box in result["boxes"]] == lengths
-    assert isinstance(result["packed"], PackedSequence)
-    assert torch.equal(result["packed"].data, batch["packed"].data)
 
 
 @pytest.mark.parametrize(

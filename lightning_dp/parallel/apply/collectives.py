@@ -39,7 +39,7 @@ def all_gather(x: T) -> T:
 
     def join(calls: Calls, values: list[Any]) -> Any:
         device = calls.participants[0].device
-        return gather(values, device, dim=calls.dim, sizes=calls.sizes, order=calls.order)
+        return gather(values, device, dim=calls.dim, sizes=calls.sizes)
 
     return exchange("all_gather", x, join)
 

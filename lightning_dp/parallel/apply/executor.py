@@ -40,7 +40,6 @@ from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.comm import DeviceTimer, current_stream, on_streams
 from lightning_dp.parallel.devices import replica_names, replica_text, seed_apart
 from lightning_dp.parallel.errors import add_note
-from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
     MODE_COUNTS,
     check_dual_levels,
@@ -351,7 +350,6 @@ class Calls:
 
     Args:
         sizes: samples of these replicas; None if they are not known.
-        order: the positions of their samples in the batch; None for the batch's own order.
         dim: the dimension along which the batch was cut.
         world: the processes that have replicas; None if this is the only one.
     """
@@ -368,12 +366,11 @@ class Calls:
     def __init__(
         self,
         sizes: Sequence[int] | None = None,
-        order: Order | None = None,
         dim: int = 0,
         world: World | None = None,
     ) -> None:
         self.sizes = None if sizes is None else list(sizes)
-        self.order, self.dim, self.world = order, dim, world
+        self.dim, self.world = dim, world
         self.participants: list[Task] = []
         self._events: SimpleQueue[None] = SimpleQueue()
 

@@ -1,32 +1,35 @@
-"""Reads a batch: how many samples it has, and which of its lists hold one item per sample.
+"""Reads a batch: how many samples it has, which lists hold one item per sample, what each costs.
 
-1. **Columns**: all tensors have one size along `dim`. Lists are containers of columns, as PyTorch's
-   `default_collate` makes them; lists of names or numbers of that length are columns, too.
-2. **Lists of samples**, as in detection: inside the batch there are lists of n items with equal
-   structure, and every tensor outside of them has size n. Each of these lists has one item per
-   sample. A list of tensors of equal size has columns, unless another list has as many items as it.
-3. **A list of samples**: the batch is a list of alike tuples, mappings or objects.
+A batch has n samples if each tensor has n rows along `dim`, or one, which goes to every replica,
+and if each list with tensors in it, below the top of the batch, either
 
-The first that holds is the reading, with two exceptions. Lists of mappings or objects, and lists
-whose length a list of names or numbers confirms, hold samples even where all tensors agree. And a
-batch that is a list whose items have a number each, a label, is a list of samples. Leaves of size 1
-go to every replica where all others agree. A list of lists that are no columns is refused: it may
-hold samples, or batches of several loaders. A module's `batch_size(batch)` decides the number; of
-the readings above the first with that number is taken.
+- **has columns**: all tensors in it have n rows, as PyTorch's `default_collate` makes them, and its
+  items are no mappings or objects;
+- or **holds samples**: it has n items of one structure, as in detection. A list of tensors of one
+  size holds samples only if another list, also one of names or numbers, has as many items.
+
+Where several n are possible, the one that a list of names or numbers has is taken, else the one by
+which all lists have columns; else the batch is refused. A batch that is itself a list of alike
+tuples, mappings or objects is a **list of samples**, unless it can be read as columns and not every
+item has a number in it, a label. A list of lists that are no columns is refused: it may hold
+samples, or batches of several loaders. A module's `batch_size(batch)` decides the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.scatter.leaves import is_array, is_movable, leaf_type, size_of
+from lightning_dp.parallel.scatter.tree import is_array, is_movable, leaf_type, size_of
 
-Kind: TypeAlias = Literal["columns", "lists", "samples"]
+Kind: TypeAlias = Literal["flat", "columns", "lists", "samples"]
+"""How a batch is read: "flat" are columns in one tensor, or in a container of tensors alone; by
+"lists", lists as long as the batch hold samples; by "samples", the batch itself does."""
 
 WAY_OUT = (
     "Or define batch_size(batch) on the module, which says how many samples there are, or "
@@ -45,91 +48,112 @@ class Inferred(NamedTuple):
     reading: Kind
 
 
-class _Part(NamedTuple):
-    """A leaf with rows, or a list with the leaves in it: where it is, and its length."""
+class _Found:
+    """What is in a batch: leaves with rows, the outermost lists with tensors, lists of names."""
 
-    path: tree.Path
-    size: int
-    items: Sequence[Any] = ()
-    rows: Sequence[_Part] = ()
+    def __init__(self, batch: Any, dim: int) -> None:
+        self.rows: list[tuple[tree.Path, int]] = []  # of all leaves that have any
+        self.outside = set[int]()  # the numbers of rows outside of `lists`
+        self.lists: list[tuple[tree.Path, list[Any], set[int]]] = []  # with the numbers of rows
+        self.names: list[tuple[tree.Path, int]] = []
+        self._visit(batch, dim, (), None)
 
+    def _visit(self, node: Any, dim: int, path: tree.Path, inside: set[int] | None) -> None:
+        if tree.is_list(node) and inside is None:
+            if _holds_names(node):
+                self.names.append((path, len(node)))
+                return
+            if path and _has_tensors(node) and not _is_tuple_of_lists(node) and are_alike(node):
+                inside = set()
+                self.lists.append((path, node, inside))
+        pairs = tree.children(node)
+        for key, child in pairs or ():
+            self._visit(child, dim, (*path, key), inside)
+        size = size_of(node, dim) if pairs is None else None
+        if size is not None:
+            self.rows.append((path, size))
+            (self.outside if inside is None else inside).add(size)
 
-class _Found(NamedTuple):
-    """What is in a batch."""
-
-    rows: list[_Part]  # all leaves with rows
-    outside: list[_Part]  # those that are in none of the lists
-    lists: list[_Part]  # the outermost lists below the top that may hold samples
-    names: list[_Part]  # the outermost lists of names or numbers
-
-
-def infer_for(
-    module: nn.Module, batch: Any, dim: int = 0, *, is_call_arguments: bool = False
-) -> Inferred:
-    """How a module's batch is read: by its method `batch_size(batch)`, else by its contents."""
-    if callable(getattr(module, "batch_size", None)):
-        return _as_module_says(module, batch, dim, is_call_arguments=is_call_arguments)
-    # Most batches are a tensor, or a flat container of nothing but tensors of one size.
-    kind = type(batch)
-    parts = [*batch.values()] if kind is dict else batch if kind in (list, tuple) else [batch]
-    if {*map(type, parts)} == {Tensor}:
-        sizes = {size_of(part, dim) for part in parts}
-        if len(sizes) == 1 and None not in sizes:
-            return Inferred(sizes.pop(), "columns")
-    return infer_batch_size(batch, dim, is_call_arguments=is_call_arguments)
+    @property
+    def lengths(self) -> list[tuple[tree.Path, int]]:
+        """The lengths of lists with tensors."""
+        return [(path, len(items)) for path, items, _ in self.lists]
 
 
-def infer_batch_size(
-    batch: Any, dim: int, *, is_call_arguments: bool = False, size: int | None = None
-) -> Inferred:
-    """How a batch is read by its contents, as one of `size` samples if that is known.
+def infer_batch_size(batch: Any, dim: int, *, is_call_arguments: bool = False) -> Inferred:
+    """How a batch is read by its contents.
 
-    With `is_call_arguments`, tensors that all have one size are columns whatever lists they are
-    in; a list has one item per sample only beside a tensor that says so.
+    With `is_call_arguments` lists have columns wherever they can, and a list has one item per
+    sample only beside a tensor that says so.
 
     Example:
-        >>> import torch
         >>> boxes = [torch.zeros(n, 4) for n in (5, 0, 2)]
         >>> tuple(infer_batch_size([torch.zeros(3, 8), torch.zeros(3)], 0))
         (3, 'columns')
         >>> tuple(infer_batch_size({"boxes": boxes}, 0))
         (3, 'lists')
     """
-    found = _look(batch, dim, size)
-    n = _agreed(found.rows, size)
-    if is_call_arguments and n is not None:
-        return Inferred(n, "columns")
-    lists, beside = _lists_of_samples(found, dim, size)
-    if size is None and (outer := _agreed(beside)) and _agreed([*lists, *beside]) is None:
-        found = _look(batch, dim, outer)  # only lists as long as the tensors beside them
-        lists, beside = _lists_of_samples(found, dim, size)
-    if is_call_arguments and not beside:
-        return Inferred(size or _agreed_or_raise(found, dim), "columns")
-    by_lists = _agreed(lists if size is not None else [*lists, *beside], size) if lists else None
-    samples = len(batch) if _is_list_of_samples(batch) and size in (None, len(batch)) else None
-    if n is not None and samples is not None and all(map(_has_number, batch)):
-        return Inferred(samples, "samples")
-    if n is not None and (by_lists is None or not _hold_samples(lists, n, found.names)):
-        return Inferred(n, "columns")
-    if by_lists is not None and (samples is None or isinstance(batch, tuple)):
-        return Inferred(by_lists, "lists")
-    if samples is not None and any(type(item) is list for item in batch):
-        raise BatchSizeError(
-            f"Expected a batch that can be read in one way, got a list of {samples} lists: they "
-            "may be samples, columns of samples, or batches of several loaders. Yield samples as "
-            f"tuples in a list, and columns in a dict. {WAY_OUT}"
-        )
-    if samples is not None:
-        return Inferred(samples, "samples")
-    if lists and size is None and _agreed(_large(found.rows)) is None:
-        by_lists = _agreed(_large([*lists, *beside]))
-        if by_lists is not None:
-            return Inferred(by_lists, "lists")
-    return Inferred(size or _agreed_or_raise(found, dim), "columns")
+    found = _Found(batch, dim)
+    is_one = found.outside == {1}
+    named = {n for _, n in found.names}
+    confirmed = named | {
+        len(items)
+        for _, items, inside in found.lists
+        if not all(map(_is_tensor, items)) or len(inside) != 1 or inside == {1}
+    }
+
+    def has_columns(items: list[Any], inside: set[int], n: int) -> bool:
+        are_plain = all(x is None or _is_tensor(x) or tree.is_list(x) for x in items)
+        return inside <= {n} and are_plain and not (is_one and len(items) == 1 != n)
+
+    numbers = found.outside.union(*(inside | {len(items)} for _, items, inside in found.lists))
+    possible, columns = [], []
+    for n in numbers:
+        have = [has_columns(items, inside, n) for _, items, inside in found.lists]
+        hold = [n == length and (n in confirmed or is_one) for _, length in found.lengths]
+        if found.outside <= {n, 1} and all(map(max, have, hold)):
+            possible.append(n)
+            columns.extend([n] * all(have))
+    if _is_list_of_samples(batch):
+        has_numbers = all(map(_has_number, batch))
+        if has_numbers or (not columns and (isinstance(batch, list) or not possible)):
+            if not has_numbers and any(type(item) is list for item in batch):
+                raise BatchSizeError(
+                    f"Expected a batch that can be read in one way, got a list of {len(batch)} "
+                    "lists: they may be samples, columns of samples, or batches of several "
+                    f"loaders. Yield samples as tuples in a list, and columns in a dict. {WAY_OUT}"
+                )
+            return Inferred(len(batch), "samples")
+    if is_call_arguments:
+        choices = [columns, possible if found.outside else []]
+    else:
+        choices = [[n for n in possible if n in named], columns, possible]
+    for choice in choices:
+        if len(choice) == 1:
+            return Inferred(choice[0], "columns" if choice[0] in columns else "lists")
+    return Inferred(_agreed_or_raise(found, dim), "columns")
 
 
-def _as_module_says(module: Any, batch: Any, dim: int, *, is_call_arguments: bool) -> Inferred:
-    """How a batch is read of which the module's method `batch_size(batch)` says the size."""
+def _agreed_or_raise(found: _Found, dim: int) -> int | None:
+    """The one size beside sizes of 1, of leaves with rows or else of names; None without any."""
+    parts = found.rows or found.lengths or found.names
+    parts = [part for part in parts if part[1] != 1] or parts
+    for path, size in parts:
+        if size != parts[0][1]:
+            raise BatchSizeError(
+                f"Expected one batch size along dim {dim}, got two: {tree.name(parts[0][0])} has "
+                f"{parts[0][1]} and {tree.name(path)} has {size}. Give both the same "
+                "number of samples, or pass what is not cut as a number, a 0-dim tensor or with a "
+                f"length of 1; give tensors of one sample each as a list in a dict. {WAY_OUT}"
+            )
+    return parts[0][1] if parts else None
+
+
+def read_as_module_says(module: Any, batch: Any, dim: int, **options: bool) -> Inferred:
+    """How a batch is read of which the module's method `batch_size(batch)` says the size.
+
+    As its contents say, if these have that size; else what has it is cut.
+    """
     size, name = module.batch_size(batch), f"{type(module).__qualname__}.batch_size"
     if type(size) is not int or size < 0:
         raise BatchSizeError(
@@ -138,31 +162,35 @@ def _as_module_says(module: Any, batch: Any, dim: int, *, is_call_arguments: boo
         )
     if hasattr(module, "split_batch"):
         return Inferred(size, "columns")
-    found = _look(batch, dim)
-    lengths = {part.size for parts in (found.rows, found.lists, found.names) for part in parts}
+    try:
+        by_contents = infer_batch_size(batch, dim, **options)
+    except BatchSizeError:
+        by_contents = Inferred(None, "columns")
+    if by_contents.size == size:
+        return by_contents
+    found = _Found(batch, dim)
+    lengths = {n for _, n in (*found.rows, *found.lengths, *found.names)}
     lengths |= {len(batch)} if _is_list_of_samples(batch) else set()
     if size > 1 and size not in lengths:
         raise BatchSizeError(
             f"{name}: expected the length of something in the batch along dim {dim} "
             f"{tuple(sorted(lengths))}, got {size}. Return that number. {WAY_OUT}"
         )
-    return infer_batch_size(batch, dim, is_call_arguments=is_call_arguments, size=size)
+    return Inferred(size, "columns")
 
 
 def holds_samples(node: Any, reading: Kind, dim: int, path: tree.Path) -> bool:
     """Whether a list or tuple of the batch's length has one item per sample."""
     if not _has_tensors(node):
         return _holds_names(node) and not isinstance(node, torch.Size)
-    if not path:
-        return reading == "samples"
     if _is_tuple_of_lists(node):
         return False
-    if all(size_of(leaf, dim) != len(node) for leaf in tree.leaves(node)):
+    if reading == "samples" or all(size_of(leaf, dim) != len(node) for leaf in tree.leaves(node)):
         return True
-    return reading != "columns" and are_alike(node)
+    return bool(path) and reading == "lists" and are_alike(node)
 
 
-def are_alike(items: Sequence[Any]) -> bool:
+def are_alike(items: Iterable[Any]) -> bool:
     """Whether items have one structure, and their tensors one dtype and number of dims each.
 
     Items may be missing: None is like every other.
@@ -170,89 +198,22 @@ def are_alike(items: Sequence[Any]) -> bool:
     return len({_signature(item) for item in items if item is not None}) == 1
 
 
-def _look(batch: Any, dim: int, length: int | None = None) -> _Found:
-    """What is in a batch; lists of samples have this length if it is known."""
-    found = _Found([], [], [], [])
-
-    def visit(node: Any, path: tree.Path, rows: list[_Part], *, is_inside: bool) -> None:
-        if tree.is_list(node) and not is_inside:
-            if _holds_names(node):
-                found.names.append(_Part(path, len(node)))
-                return
-            if path and length in (None, len(node)) and _may_hold_samples(node):
-                rows, is_inside = [], True
-                found.lists.append(_Part(path, len(node), node, rows))
-        pairs = tree.children(node)
-        for key, child in pairs or ():
-            visit(child, (*path, key), rows, is_inside=is_inside)
-        size = size_of(node, dim) if pairs is None else None
-        if size is not None:
-            found.rows.append(_Part(path, size))
-            rows.append(_Part(path, size))
-
-    visit(batch, (), found.outside, is_inside=False)
-    return found
-
-
-def _lists_of_samples(found: _Found, dim: int, size: int | None) -> tuple[list[_Part], list[_Part]]:
-    """The lists that hold samples, and the leaves with rows beside them."""
-    outside = {part.size for part in found.outside}
-
-    def are_columns(part: _Part) -> bool:
-        if part.size == 1 and outside == {1}:  # a batch of one sample, such as [image], [label]
-            return False
-        rows = {size_of(item, dim) for item in part.items}
-        return all(map(_is_tensor, part.items)) and len(rows) == 1 and rows.isdisjoint({None, 1})
-
-    known = {part.size for part in found.lists if not are_columns(part)}
-    known |= {part.size for part in found.names} | (set() if size is None else {size})
-    lists = [part for part in found.lists if part.size in known or not are_columns(part)]
-    inside = [row for part in found.lists if part not in lists for row in part.rows]
-    return lists, [*found.outside, *inside]
-
-
-def _hold_samples(lists: Sequence[_Part], n: int, names: Sequence[_Part]) -> bool:
-    """Whether lists hold samples although all tensors have n rows."""
-    items = [item for part in lists for item in part.items if item is not None]
-    if not all(_is_tensor(item) or tree.is_list(item) for item in items):
-        return True
-    lengths = {part.size for part in names}
-    return lists[0].size in lengths and n not in lengths
-
-
-def _agreed(found: Sequence[_Part], size: int | None = None) -> int | None:
-    """The size that all have, None if there are several; only `size`, if that is known."""
-    sizes = {part.size for part in found}
-    return sizes.pop() if len(sizes) == 1 and size in (None, *sizes) else None
-
-
-def _large(found: Sequence[_Part]) -> Sequence[_Part]:
-    return [part for part in found if part.size != 1]
-
-
-def _agreed_or_raise(found: _Found, dim: int) -> int | None:
-    """The one size beside sizes of 1, of leaves with rows or else of names; None without any."""
-    parts: Sequence[_Part] = found.rows or found.lists or found.names
-    parts = _large(parts) or parts
-    for other in parts:
-        if other.size != parts[0].size:
-            raise BatchSizeError(
-                f"Expected one batch size along dim {dim}, got two: {tree.name(parts[0].path)} has "
-                f"{parts[0].size} and {tree.name(other.path)} has {other.size}. Give both the same "
-                "number of samples, or pass what is not cut as a number, a 0-dim tensor or with a "
-                f"length of 1; give tensors of one sample each as a list in a dict. {WAY_OUT}"
-            )
-    return parts[0].size if parts else None
+def _signature(node: Any) -> Any:
+    if _is_tensor(node):
+        return node.dtype, node.ndim
+    pairs = tree.children(node)
+    if pairs is None:
+        return type(node) if is_movable(node) else None
+    if not tree.is_list(node):
+        return type(node), tuple((key, _signature(child)) for key, child in pairs)
+    signatures = [_signature(child) for _, child in pairs]
+    return list, tuple(signatures[:1] if len(set(signatures)) == 1 else signatures)
 
 
 def _is_list_of_samples(batch: Any) -> bool:
-    """Whether a batch is a list of alike samples, none of which is a bare tensor."""
+    """Whether a batch is a list of alike items with tensors, none of which is a bare tensor."""
     is_list = tree.is_list(batch) and not any(map(_is_tensor, batch))
     return is_list and _has_tensors(batch) and are_alike(batch)
-
-
-def _may_hold_samples(node: Any) -> bool:
-    return _has_tensors(node) and not _is_tuple_of_lists(node) and are_alike(node)
 
 
 def _is_tuple_of_lists(node: Any) -> bool:
@@ -287,13 +248,59 @@ def _is_tensor(node: Any) -> bool:
     return isinstance(node, Tensor) or is_array(node)
 
 
-def _signature(node: Any) -> Any:
-    if _is_tensor(node):
-        return node.dtype, node.ndim
-    pairs = tree.children(node)
-    if pairs is None:
-        return type(node) if is_movable(node) else None
-    if not tree.is_list(node):
-        return type(node), tuple((key, _signature(child)) for key, child in pairs)
-    signatures = [_signature(child) for _, child in pairs]
-    return list, tuple(signatures[:1] if len(set(signatures)) == 1 else signatures)
+# --- Costs
+
+
+def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) -> Tensor:
+    """The costs of a batch's samples, by `module.sample_cost(batch)` or an entry of the batch.
+
+    Dots in the key lead into nested entries ("text.lengths"), numbers into lists ("1").
+
+    Example:
+        >>> sample_costs(nn.Identity(), {"lengths": torch.tensor([3, 9])}, 2, "lengths")
+        tensor([3., 9.], dtype=torch.float64)
+    """
+    name = type(module).__qualname__
+    if hasattr(module, "split_batch"):
+        raise ValueError(
+            f"split='cost': expected a module without split_batch, got {name}, which has one: it "
+            "gets sizes, but not which samples go where. Leave out one of the two."
+        )
+    if not key and not hasattr(module, "sample_cost"):
+        raise no_costs(module)
+    found: Any = _entry(batch, key) if key else module.sample_cost(batch)  # type: ignore[operator]  # a method
+    try:
+        costs = torch.as_tensor(found, dtype=torch.double, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError):
+        costs = torch.empty(())
+    if costs.shape != (n,) or not 0 <= costs.amin() <= costs.amax() < math.inf:
+        source = f"sample_cost={key!r}" if key else f"{name}.sample_cost"
+        shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
+        raise ValueError(
+            f"{source}: expected {n} finite numbers of at least 0, one per sample, got "
+            f"{type(found).__qualname__}{shape}: {found!r:.60}. Give one number per sample."
+        )
+    return costs
+
+
+def no_costs(module: nn.Module) -> ValueError:
+    """The error where neither the module nor an option says what samples cost."""
+    return ValueError(
+        f"split='cost': expected a method sample_cost(batch) on {type(module).__qualname__}, "
+        "or sample_cost='lengths' to name an entry of the batch, got neither. Define one of them, "
+        "or use split='even'."
+    )
+
+
+def _entry(batch: Any, key: str) -> Any:
+    node = batch
+    for part in key.split("."):
+        entries = {str(getattr(k, "name", k)): child for k, child in tree.children(node) or ()}
+        if part not in entries:
+            raise ValueError(
+                f"sample_cost={key!r}: expected an entry {part!r} in the batch, got "
+                f"{sorted(entries) or type(node).__qualname__}. Correct the key (in forward mode "
+                "the batch is the arguments of the call, by position or name)."
+            )
+        node = entries[part]
+    return node

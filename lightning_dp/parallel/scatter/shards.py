@@ -1,4 +1,8 @@
-"""Cuts a batch into shards, and moves them to their devices."""
+"""Counts a batch, cuts it into shards, and moves these to their devices.
+
+Most batches are flat: one tensor, or a dict, list or tuple of nothing but tensors of one length.
+They are counted and cut here; `read` and `tree` know all others.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,6 @@ from lightning_dp.parallel.comm import to_device_coalesced
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.scatter.leaves import (
-    CannotCut,
-    LeafType,
-    is_movable,
-    leaf_type,
-    move,
-    pick,
-    size_of,
-    slices,
-)
 from lightning_dp.parallel.scatter.read import (
     WAY_OUT,
     BatchSizeError,
@@ -32,10 +26,10 @@ from lightning_dp.parallel.scatter.read import (
     Kind,
     holds_samples,
     infer_batch_size,
+    read_as_module_says,
 )
-from lightning_dp.parallel.split import Order, Sizes, even
-
-OVERRIDES = ("mean", "sum", "stack", "cat", "first", "list")
+from lightning_dp.parallel.scatter.tree import CannotCut, LeafType, leaf_type, move, size_of
+from lightning_dp.parallel.split import Sizes, even
 
 Override: TypeAlias = (
     Literal["mean", "sum", "stack", "cat", "first", "list"] | Callable[[list[Any]], Any]
@@ -50,13 +44,10 @@ class RowRules:
     Attributes:
         dim: the dimension along which batches are cut.
         overrides: how outputs are joined, by key or dotted path, see `gather`.
-        of_samples: for lists and counters on self, whether new items belong to samples. The latest
-            batch with more than one sample per shard decides.
     """
 
     dim: int = 0
     overrides: Mapping[str, Override] = field(default_factory=dict)
-    of_samples: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     _warned: set[tuple[Any, ...]] = field(default_factory=set)
 
     def warn_once(self, path: tuple[Any, ...], text: str) -> None:
@@ -74,14 +65,12 @@ class Shards:
         sizes: the sample count per device, zeros allowed.
         parts: the shard per device, None where the size is 0.
         whole: whether nothing was cut and the root has the batch as it is.
-        order: for each shard the positions of its samples in the batch, None if consecutive.
         row_rules: how results are joined.
     """
 
     sizes: Sizes
     parts: list[Any] = field(repr=False)
     whole: bool = False
-    order: Order | None = field(default=None, repr=False)
     row_rules: RowRules = field(default_factory=RowRules, repr=False, compare=False)
 
     @cached_property
@@ -94,16 +83,8 @@ class Shards:
         """The sizes of the shards of the active replicas."""
         return [size for size in self.sizes if size]
 
-    @cached_property
-    def active_order(self) -> Order | None:
-        """The positions of the samples of the active replicas, if they are not in order."""
-        return None if self.order is None else [self.order[k] for k in self.active]
-
     def samples(self, k: int) -> str:
         """Names the samples of replica k for an error message."""
-        if self.order is not None:
-            some = ", ".join(map(str, self.order[k][:8])) + ", ..." * (self.sizes[k] > 8)
-            return f"samples {some} of {sum(self.sizes)}"
         start = sum(self.sizes[:k])
         return f"samples {start} to {start + self.sizes[k] - 1} of {sum(self.sizes)}"
 
@@ -112,163 +93,31 @@ class Shards:
         return f", {stage}, {self.samples(k)}"
 
 
-def scatter(
-    batch: Any,
-    devices: Sequence[DeviceLike],
-    sizes: Sequence[int] | int | None = None,
-    dim: int | None = None,
-) -> list[Any]:
-    """Cuts a batch into shards and moves each to its device.
-
-    Tensors with the batch's size along `dim`, and lists and tuples with one item per sample, are
-    cut; everything else goes to every replica. Tensors are cut as views and copied only where the
-    device differs; from pinned memory the copies are asynchronous. Differentiable.
-
-    Containers are those of `scatter.tree`; the leaves of `scatter.leaves` are cut as a whole.
-
-    Args:
-        batch: nested containers of tensors and other leaves.
-        devices: one device per shard, as `torch.device`, name or id.
-        sizes: samples per device, summing to the batch size, zeros allowed; None for an even
-            split. An integer is `dim`, which comes third in `torch.nn.parallel.scatter`.
-        dim: the dimension to cut; None for 0.
-
-    Returns:
-        One shard per device, of the batch's structure; None where the size is 0.
-
-    Raises:
-        BatchSizeError: the batch has no size or two of them, or `sizes` sum to another one.
-        TypeError: there is an object in the batch that has its own `to`, or tensors with the
-            batch's size, and cannot be cut.
-        ValueError: there is no such device, or not one size per device.
-
-    Example:
-        >>> import torch
-        >>> scatter({"x": torch.arange(5), "scale": 2.0}, ["cpu", "cpu"])
-        [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
-    """
-    places = resolve_devices(devices)
-    if isinstance(sizes, int):
-        if dim is not None:
-            raise TypeError(
-                f"scatter: expected dim once, got {sizes} in the place of sizes and dim={dim}. "
-                "Give sizes as a list."
-            )
-        sizes, dim = None, sizes
-    inferred = infer_batch_size(batch, dim or 0)
-    if inferred.size is None:
-        raise BatchSizeError(
-            f"Expected a batch with a tensor or a list to cut, got {type(batch).__qualname__}: "
-            f"{batch!r:.200}. Yield tensors whose first dimension counts the samples. {WAY_OUT}"
-        )
-    sizes = even(inferred.size, len(places)) if sizes is None else tuple(sizes)
-    if len(sizes) != len(places):
-        raise ValueError(
-            f"sizes: expected {len(places)} numbers, one per device, got {len(sizes)}: {sizes}. "
-            "Give every device a size (0 leaves it idle)."
-        )
-    shards = zip(cut(batch, sizes, dim or 0, inferred=inferred), places, sizes, strict=True)
-    return [to_device(shard, device) if size else None for shard, device, size in shards]
+# --- Counting
 
 
-def cut_for(
-    module: nn.Module,
-    batch: Any,
-    inferred: Inferred,
-    sizes: Sizes,
-    dim: int = 0,
-    order: Order | None = None,
-) -> list[Any]:
-    """Cuts a batch by the module's method `split_batch(batch, sizes)`, or else as `cut` does."""
-    split_batch = getattr(module, "split_batch", None)
-    if split_batch is None:
-        return cut(batch, sizes, dim, order, inferred)
-    parts = list(split_batch(batch, sizes))
-    if len(parts) != len(sizes):
-        raise ValueError(
-            f"{type(module).__qualname__}.split_batch: expected one shard for each of "
-            f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
-            "where a size is 0, the entry is not used."
-        )
-    return parts
+def infer_for(
+    module: nn.Module, batch: Any, dim: int = 0, *, is_call_arguments: bool = False
+) -> Inferred:
+    """How a module's batch is read: by its method `batch_size(batch)`, else by its contents."""
+    if callable(getattr(module, "batch_size", None)):
+        return read_as_module_says(module, batch, dim, is_call_arguments=is_call_arguments)
+    sizes: set[int] = set()
+    for part in _parts(batch):
+        is_plain = type(part) is Tensor and part.layout is torch.strided and not part.is_nested
+        if not is_plain or not -part.dim() <= dim < part.dim() or tree.has_derivatives(part):
+            break
+        sizes.add(part.shape[dim])
+    else:
+        if len(sizes) == 1:
+            return Inferred(sizes.pop(), "flat")
+    return infer_batch_size(batch, dim, is_call_arguments=is_call_arguments)
 
 
-def cut(
-    batch: Any,
-    sizes: Sizes,
-    dim: int = 0,
-    order: Order | None = None,
-    inferred: Inferred | None = None,
-) -> list[Any]:
-    """Cuts a batch as `scatter` does, without moving anything, and in any order of the samples.
-
-    Example:
-        >>> import torch
-        >>> cut([torch.arange(3), ["a", "b", "c"]], (2, 0, 1))
-        [[tensor([0, 1]), ['a', 'b']], None, [tensor([2]), ['c']]]
-    """
-    n, reading = inferred or infer_batch_size(batch, dim)
-    if min(sizes) < 0 or n not in (None, sum(sizes)):
-        raise BatchSizeError(
-            f"Expected sizes of at least 0 that sum to the batch size {n}, got {tuple(sizes)} with "
-            f"sum {sum(sizes)}. Let them sum to {n}."
-        )
-    active = tuple(size for size in sizes if size)
-    positions = None if order is None else [part for part in order if part]
-    shards = iter(_Cut(active, sum(sizes), dim, positions, reading).node(batch, ()))
-    return [next(shards) if size else None for size in sizes]
-
-
-def to_device(node: Any, device: torch.device) -> Any:
-    """Moves the tensors of a tree; those already on `device` stay the same objects.
-
-    Objects that know how to go to a device (graphs, TensorDicts, packed sequences) are moved as
-    copies. Copies to an accelerator are asynchronous where the source is pinned or on an
-    accelerator; copies to the CPU are finished on return.
-
-    Example:
-        >>> to_device({"x": torch.zeros(2), "name": "a"}, torch.device("cpu"))
-        {'x': tensor([0., 0.]), 'name': 'a'}
-    """
-    cls = type(node)
-    if cls in (dict, list, tuple):  # most shards are these, of tensors that are often there
-        items = node.values() if cls is dict else node
-        moved = [
-            x if type(x) is Tensor and x.device == device else to_device(x, device) for x in items
-        ]
-        return dict(zip(node, moved, strict=True)) if cls is dict else cls(moved)
-    pairs = tree.children(node)
-    if pairs is None:
-        return move(node, device)
-    return tree.rebuild(node, [to_device(child, device) for _, child in pairs])
-
-
-def to_device_together(
-    nodes: Sequence[Any], device: torch.device, *, later: Collection[torch.device] = ()
-) -> list[Any]:
-    """As `to_device` for several trees, but with few copies per source device and dtype.
-
-    Differentiable. On return the results may be read, but those on the CPU from devices in `later`
-    only after the caller has waited for these devices.
-    """
-    leaves = [leaf for node in nodes for leaf in tree.leaves(node)]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    all_moved = all(tensor.device == device for tensor in tensors)
-    if all_moved and not any(is_movable(leaf) for leaf in leaves):
-        return list(nodes)
-    arrived = iter(to_device_coalesced(tensors, device, later=later))
-
-    def moved(leaf: Any) -> Any:
-        return next(arrived) if isinstance(leaf, Tensor) else move(leaf, device)
-
-    return [tree.map_leaves(moved, node) for node in nodes]
-
-
-def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum of w_i * x_i over the sum of w_i; tensors of one shape, on one device."""
-    total = float(sum(weights))
-    terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
-    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+def _parts(batch: Any) -> Collection[Any]:
+    """The entries of a plain container, or else the batch alone."""
+    kind = type(batch)
+    return batch.values() if kind is dict else batch if kind in (list, tuple) else [batch]
 
 
 def warn_of_nothing_to_cut(dim: int) -> None:
@@ -280,13 +129,62 @@ def warn_of_nothing_to_cut(dim: int) -> None:
     )
 
 
+# --- Cutting
+
+
+def cut_for(
+    module: nn.Module, batch: Any, inferred: Inferred, sizes: Sizes, dim: int = 0
+) -> list[Any]:
+    """Cuts a batch by the module's method `split_batch(batch, sizes)`, or else as `cut` does."""
+    split_batch = getattr(module, "split_batch", None)
+    if split_batch is None:
+        return cut(batch, sizes, dim, inferred)
+    parts = list(split_batch(batch, sizes))
+    if len(parts) != len(sizes):
+        raise ValueError(
+            f"{type(module).__qualname__}.split_batch: expected one shard for each of "
+            f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
+            "where a size is 0, the entry is not used."
+        )
+    return parts
+
+
+def cut(batch: Any, sizes: Sizes, dim: int = 0, inferred: Inferred | None = None) -> list[Any]:
+    """Cuts a batch as `scatter` does, without moving anything.
+
+    Example:
+        >>> cut([torch.arange(3), ["a", "b", "c"]], (2, 0, 1))
+        [[tensor([0, 1]), ['a', 'b']], None, [tensor([2]), ['c']]]
+    """
+    n, reading = inferred or infer_batch_size(batch, dim)
+    if min(sizes) < 0 or n not in (None, sum(sizes)):
+        raise BatchSizeError(
+            f"Expected sizes of at least 0 that sum to the batch size {n}, got {tuple(sizes)} with "
+            f"sum {sum(sizes)}. Let them sum to {n}."
+        )
+    active = tuple(size for size in sizes if size)
+    if reading == "flat":
+        shards = iter(_cut_flat(batch, active, dim))
+    else:
+        shards = iter(_Cut(active, sum(sizes), dim, reading).node(batch, ()))
+    return [next(shards) if size else None for size in sizes]
+
+
+def _cut_flat(batch: Any, sizes: Sizes, dim: int) -> list[Any]:
+    # `.data`: each piece has a version counter of its own, see `tree`.
+    columns = [[p.data for p in column.split(sizes, dim)] for column in _parts(batch)]
+    kind = type(batch)
+    if kind is dict:
+        return [dict(zip(batch, shard, strict=True)) for shard in zip(*columns, strict=True)]
+    return [kind(s) for s in zip(*columns, strict=True)] if kind in (list, tuple) else columns[0]
+
+
 class _Cut(NamedTuple):
     """Cuts the nodes of one batch by the same sizes, none of which is 0."""
 
     sizes: Sizes
     total: int
     dim: int
-    order: Order | None
     reading: Kind
 
     def node(self, node: Any, path: tree.Path) -> list[Any]:
@@ -296,25 +194,19 @@ class _Cut(NamedTuple):
             return self._leaf(node, kind, path)
         has_length = tree.is_list(node) and len(node) == self.total
         if has_length and holds_samples(node, self.reading, self.dim, path):
-            if self.order is None:
-                return [type(node)(part) for part in slices(node, self.sizes)]
-            return [type(node)([node[i] for i in positions]) for positions in self.order]
+            return [type(node)(part) for part in tree.slices(node, self.sizes)]
         pairs = tree.children(node)
         if pairs is None:
             _check_replicated(node, path, self.total, self.dim)
         if not pairs:
             return [node] * len(self.sizes)
         columns = [self.node(child, (*path, key)) for key, child in pairs]
-        if type(node) is dict:
-            return [dict(zip(node, values, strict=True)) for values in zip(*columns, strict=True)]
         return [tree.rebuild(node, values) for values in zip(*columns, strict=True)]
 
     def _leaf(self, leaf: Any, kind: LeafType, path: tree.Path) -> list[Any]:
         if kind.size(leaf, self.dim) != self.total:
             return [leaf] * len(self.sizes)
         try:
-            if self.order is not None:
-                return [pick(leaf, positions, self.dim) for positions in self.order]
             return kind.cut(leaf, self.sizes, self.dim)
         except CannotCut as error:
             got = type(leaf).__qualname__
@@ -345,3 +237,103 @@ def _check_replicated(leaf: Any, path: tree.Path, n: int, dim: int) -> None:
         f"{reason}: all of it would go to every replica. Turn it into one of those in the collate "
         f"function. {WAY_OUT}"
     )
+
+
+def scatter(
+    batch: Any,
+    devices: Sequence[DeviceLike],
+    sizes: Sequence[int] | int | None = None,
+    dim: int = 0,
+) -> list[Any]:
+    """Cuts a batch into shards and moves each to its device.
+
+    Tensors with the batch's size along `dim`, and lists and tuples with one item per sample, are
+    cut; everything else goes to every replica. Tensors are cut as views and copied only where the
+    device differs; from pinned memory the copies are asynchronous. Differentiable.
+
+    Containers and leaves are those of `scatter.tree`; how batches are read, `scatter.read` says.
+
+    Args:
+        batch: nested containers of tensors and other leaves.
+        devices: one device per shard, as `torch.device`, name or id.
+        sizes: samples per device, summing to the batch size, zeros allowed; None for an even
+            split. An integer is `dim`, which comes third in `torch.nn.parallel.scatter`.
+        dim: the dimension to cut.
+
+    Returns:
+        One shard per device, of the batch's structure; None where the size is 0.
+
+    Raises:
+        BatchSizeError: the batch has no size or two of them, or `sizes` sum to another one.
+        TypeError: there is an object in the batch that has its own `to`, or tensors with the
+            batch's size, and cannot be cut.
+        ValueError: there is no such device, or not one size per device.
+
+    Example:
+        >>> scatter({"x": torch.arange(5), "scale": 2.0}, ["cpu", "cpu"])
+        [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
+    """
+    places = resolve_devices(devices)
+    if isinstance(sizes, int):
+        dim, sizes = sizes, None
+    inferred = infer_batch_size(batch, dim)
+    if inferred.size is None:
+        raise BatchSizeError(
+            f"Expected a batch with a tensor or a list to cut, got {type(batch).__qualname__}: "
+            f"{batch!r:.200}. Yield tensors whose first dimension counts the samples. {WAY_OUT}"
+        )
+    sizes = even(inferred.size, len(places)) if sizes is None else tuple(sizes)
+    if len(sizes) != len(places):
+        raise ValueError(
+            f"sizes: expected {len(places)} numbers, one per device, got {len(sizes)}: {sizes}. "
+            "Give every device a size (0 leaves it idle)."
+        )
+    shards = zip(cut(batch, sizes, dim, inferred), places, sizes, strict=True)
+    return [to_device(shard, device) if size else None for shard, device, size in shards]
+
+
+# --- Moving
+
+
+def to_device(node: Any, device: torch.device) -> Any:
+    """Moves the tensors of a tree; those already on `device` stay the same objects.
+
+    Objects that know how to go to a device (graphs, TensorDicts, packed sequences) are moved as
+    copies. Copies to an accelerator are asynchronous where the source is pinned or on an
+    accelerator; copies to the CPU are finished on return.
+
+    Example:
+        >>> to_device({"x": torch.zeros(2), "name": "a"}, torch.device("cpu"))
+        {'x': tensor([0., 0.]), 'name': 'a'}
+    """
+    if type(node) is Tensor and node.device == device:
+        return node
+    return tree.map_leaves(lambda leaf: move(leaf, device), node)
+
+
+def to_device_together(
+    nodes: Sequence[Any], device: torch.device, *, later: Collection[torch.device] = ()
+) -> list[Any]:
+    """As `to_device` for several trees, but with few copies per source device and dtype.
+
+    Differentiable. On return the results may be read, but those on the CPU from devices in `later`
+    only after the caller has waited for these devices.
+    """
+    leaves = [leaf for node in nodes for leaf in tree.leaves(node)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    all_moved = all(tensor.device == device for tensor in tensors)
+    if all_moved and not any(map(tree.is_movable, leaves)):
+        return list(nodes)
+    arrived = iter(to_device_coalesced(tensors, device, later=later))
+
+    def moved(leaf: Any) -> Any:
+        return next(arrived) if isinstance(leaf, Tensor) else move(leaf, device)
+
+    return [tree.map_leaves(moved, node) for node in nodes]
+
+
+def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum of w_i * x_i over the sum of w_i; tensors of one shape, on one device."""
+    total = float(sum(weights))
+    terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)

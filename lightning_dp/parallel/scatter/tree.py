@@ -1,26 +1,245 @@
-"""Containers: how nested batches and outputs are taken apart and put together again.
+"""What batches and outputs consist of: leaves, and the containers that they are in.
+
+Leaves that hold samples are tensors (MONAI's `MetaTensor` with its records), NumPy arrays, packed
+sequences, PyTorch Geometric's batches, TensorDicts, and objects with `to`, a length and slices:
+`leaf_type` says how each is counted, cut, joined and moved. Types of other libraries are recognised
+by what they can do, so that the engine imports none.
 
 Containers are mappings, lists, tuples, named tuples, dataclasses, `torch.distributions` and the
-nodes registered in `torch.utils._pytree`. Everything else is a leaf, and so is an object of a type
-in `leaves`, even if it is a mapping or a named tuple besides.
+nodes registered in `torch.utils._pytree`. Everything else is a leaf, and so is an object that
+`leaf_type` knows, even if it is a mapping or a named tuple besides.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributions import Distribution
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lightning_dp.parallel.scatter.leaves import PLAIN, is_array, leaf_type
+from lightning_dp.parallel.split import Sizes
 from lightning_dp.parallel.torch_private import flatten_node, set_batch_shape, unflatten_node
+
+PLAIN = frozenset({str, int, float, bool, type(None), bytes, list, tuple, dict})
+"""Types that are looked up first, because most nodes of a batch have one of them."""
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and field names that lead from the root of a tree to one of its nodes."""
+
+
+class CannotCut(TypeError):
+    """A leaf has samples but no way to cut it; the message completes "Expected a leaf ..."."""
+
+
+# --- Leaves
+
+
+def _copy_to(leaf: Any, device: torch.device) -> Any:
+    """A shallow copy, moved: many a `to` changes the object itself and returns nothing."""
+    moved = copy.copy(leaf)
+    result = moved.to(device)
+    return moved if result is None else result
+
+
+class LeafType(NamedTuple):
+    """What scatter and gather do with one type of leaf.
+
+    `size(leaf, dim)` is its number of samples, None if there are none along `dim`; `cut(leaf,
+    sizes, dim)` gives one piece per size, none of which is 0; `join(pieces, dim)` undoes that;
+    `to(leaf, device)` moves it, by default a copy of it with its own method `to`.
+    """
+
+    size: Callable[[Any, int], int | None]
+    cut: Callable[[Any, Sizes, int], list[Any]]
+    join: Callable[[Sequence[Any], int], Any]
+    to: Callable[[Any, torch.device], Any] = _copy_to
+
+
+def leaf_type(node: Any) -> LeafType | None:
+    """The type of a leaf that may hold samples; None for containers and all other leaves."""
+    cls = type(node)
+    if cls in PLAIN:
+        return None
+    if isinstance(node, Tensor):
+        return _META_TENSORS if cls is not Tensor and _has_records(node) else TENSORS
+    if isinstance(node, PackedSequence):
+        return _PACKED
+    if is_array(node):
+        return _ARRAYS if node.ndim else None
+    if not is_movable(node):
+        return None
+    if all(hasattr(node, name) for name in ("to_data_list", "from_data_list", "num_graphs")):
+        return _GRAPHS
+    if hasattr(cls, "__torch_function__") and isinstance(getattr(node, "batch_size", None), tuple):
+        return _TENSOR_DICTS if node.batch_size else None  # without batch dimensions: a mapping
+    has_slices = hasattr(cls, "__len__") and hasattr(cls, "__getitem__")
+    is_container = hasattr(cls, "__dataclass_fields__") or isinstance(node, list | tuple)
+    return _SLICEABLES if has_slices and not is_container and not hasattr(cls, "keys") else None
+
+
+def size_of(node: Any, dim: int) -> int | None:
+    """The number of samples in a node that is a leaf and has any along `dim`."""
+    kind = leaf_type(node)
+    return None if kind is None else kind.size(node, dim)
+
+
+def is_array(node: Any) -> bool:
+    """Whether a node is an array or a scalar of NumPy, which the engine does not import."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(node, numpy.ndarray | numpy.generic)
+
+
+def is_movable(node: Any) -> bool:
+    """Whether a node is an object with a method `to`, and neither a tensor nor a module."""
+    is_known = type(node) in PLAIN or isinstance(node, Tensor | nn.Module)
+    return not is_known and callable(getattr(type(node), "to", None))
+
+
+def move(leaf: Any, device: torch.device) -> Any:
+    """A leaf on a device, as the same object if it is there or has nothing to move."""
+    kind = leaf_type(leaf)
+    if kind is not None:
+        return kind.to(leaf, device)
+    return _copy_to(leaf, device) if is_movable(leaf) else leaf
+
+
+def slices(leaf: Any, sizes: Sizes, dim: int = 0) -> list[Any]:
+    """Consecutive slices of these sizes along a dimension."""
+    before, stops = (slice(None),) * dim, list(accumulate(sizes))
+    pieces = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    return [leaf[(*before, piece) if dim else piece] for piece in pieces]
+
+
+def _rows(shape: Sequence[int], dim: int) -> int | None:
+    return int(shape[dim]) if -len(shape) <= dim < len(shape) else None
+
+
+def _tensor_size(leaf: Tensor, dim: int) -> int | None:
+    if leaf.is_nested:
+        return leaf.size(0) if dim == 0 else None
+    return _rows(leaf.shape, dim)
+
+
+def has_derivatives(leaf: Tensor) -> bool:
+    """Whether a tensor is part of a graph, or has a tangent of forward-mode differentiation."""
+    return leaf.requires_grad or forward_ad.unpack_dual(leaf).tangent is not None
+
+
+def _cut_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        raise CannotCut("of strided layout")
+    # `split` would return views of one node, which raise when one is written to in place.
+    pieces = [
+        leaf.narrow(dim, stop - size, size)
+        for stop, size in zip(accumulate(sizes), sizes, strict=True)
+    ]
+    # Views share a version counter: a replica that writes to its piece in place would seem to have
+    # written to what the others saved for their backward. `.data` has a counter of its own.
+    return pieces if has_derivatives(leaf) else [piece.data for piece in pieces]
+
+
+def _cat(leaves: Sequence[Any], dim: int) -> Any:
+    return torch.cat(list(leaves), dim)
+
+
+def _move_tensor(leaf: Any, device: torch.device) -> Any:
+    # Copies to the CPU are finished on return, because its readers do not wait for the device.
+    return leaf.to(device, non_blocking=device.type != "cpu")
+
+
+def _has_records(node: Tensor) -> bool:
+    """Whether a MetaTensor has a record for each of its rows."""
+    records = getattr(node, "applied_operations", None)
+    is_batch = getattr(node, "is_batch", False) and "monai.data" in sys.modules
+    return is_batch and isinstance(records, list) and node.dim() > 0 and len(records) == len(node)
+
+
+def _samples_with_records(leaf: Tensor) -> list[Any]:
+    samples: list[Any] = sys.modules["monai.data"].decollate_batch(leaf.detach(), detach=False)
+    return samples
+
+
+def _give_records(leaf: Tensor, samples: list[Any]) -> Tensor:
+    vars(leaf).update(vars(sys.modules["monai.data"].list_data_collate(samples)))
+    return leaf
+
+
+def _cut_meta_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
+    """`narrow` gives each piece the records of the whole batch: each gets those of its samples."""
+    pieces = _cut_tensor(leaf, sizes, dim)
+    if dim == 0:
+        parts = slices(_samples_with_records(leaf), sizes)
+        pieces = [_give_records(*pair) for pair in zip(pieces, parts, strict=True)]
+    return pieces
+
+
+def _join_meta_tensors(leaves: Sequence[Tensor], dim: int) -> Tensor:
+    samples = [sample for leaf in leaves for sample in _samples_with_records(leaf)]
+    joined: Tensor = _cat(leaves, dim)
+    return joined if dim else _give_records(joined, samples)
+
+
+def _cut_packed(leaf: PackedSequence, sizes: Sizes, dim: int) -> list[PackedSequence]:
+    """By samples in the order before packing."""
+    parts = slices(unpack_sequence(leaf), sizes)
+    return [pack_sequence(part, enforce_sorted=leaf.sorted_indices is None) for part in parts]
+
+
+def _join_packed(leaves: Sequence[PackedSequence], dim: int) -> PackedSequence:
+    sequences = [sequence for leaf in leaves for sequence in unpack_sequence(leaf)]
+    lengths = [len(sequence) for sequence in sequences]
+    is_sorted = all(leaf.sorted_indices is None for leaf in leaves)
+    is_sorted = is_sorted and lengths == sorted(lengths, reverse=True)
+    return pack_sequence(sequences, enforce_sorted=is_sorted)
+
+
+def _batch_graphs(like: Any, graphs: list[Any]) -> Any:
+    # The batch's class is made at run time, of Batch and of the class of the graphs.
+    maker: Any = next(base for base in type(like).__mro__ if "from_data_list" in vars(base))
+    keys = set(like.keys() if callable(like.keys) else like.keys)
+    followed = sorted(k for k in keys if {f"{k}_batch", f"{k}_ptr"} <= keys)
+    return maker.from_data_list(graphs, **({"follow_batch": followed} if followed else {}))
+
+
+def _join_sliceables(leaves: Sequence[Any], dim: int) -> Any:
+    cat = getattr(type(leaves[0]), "cat", None)
+    return cat(list(leaves)) if callable(cat) else list(leaves)
+
+
+TENSORS = LeafType(_tensor_size, _cut_tensor, _cat, _move_tensor)
+_META_TENSORS = LeafType(_tensor_size, _cut_meta_tensor, _join_meta_tensors, _move_tensor)
+_ARRAYS = LeafType(
+    lambda leaf, dim: _rows(leaf.shape, dim),
+    lambda leaf, sizes, dim: slices(leaf, sizes, dim % leaf.ndim),
+    lambda leaves, dim: sys.modules["numpy"].concatenate(leaves, dim),
+    lambda leaf, device: leaf,  # arrays stay on the CPU
+)
+_PACKED = LeafType(
+    lambda leaf, dim: int(leaf.batch_sizes[0]), _cut_packed, _join_packed, _move_tensor
+)
+_GRAPHS = LeafType(
+    lambda leaf, dim: int(leaf.num_graphs),
+    lambda leaf, sizes, dim: [_batch_graphs(leaf, p) for p in slices(leaf.to_data_list(), sizes)],
+    lambda leaves, dim: _batch_graphs(leaves[0], [g for x in leaves for g in x.to_data_list()]),
+)
+_TENSOR_DICTS = LeafType(
+    lambda leaf, dim: _rows(leaf.batch_size, dim),
+    lambda leaf, sizes, dim: slices(leaf, sizes, dim % len(leaf.batch_size)),
+    _cat,
+)
+_SLICEABLES = LeafType(
+    lambda leaf, dim: len(leaf), lambda leaf, sizes, dim: slices(leaf, sizes), _join_sliceables
+)
+
+# --- Containers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +296,50 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
     for key, value in items.items():
         object.__setattr__(clone, key, value)  # frozen ones, too
     return clone
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(node) is dict:
+        return items
+    attributes = {k.name: v for k, v in items.items() if isinstance(k, Attribute)}
+    entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
+    if not isinstance(node, MutableMapping):
+        return type(node)(entries)  # type: ignore[call-arg]  # immutable mappings are made like that
+    clone = copy.copy(node)
+    if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
+        # The copy shares the dict in which the mapping keeps its items.
+        inner = {key: copy.copy(value) for key, value in vars(node).items() if type(value) is dict}
+        vars(clone).update(inner)
+    for key, value in entries.items():  # some mappings refuse update()
+        clone[key] = value
+    if attributes:
+        vars(clone).update(attributes)
+    return clone
+
+
+def _parameters(node: Distribution) -> list[tuple[Any, Any]] | None:
+    """Tensors and distributions in a distribution; None if it has other objects in it."""
+    known = (Tensor, Distribution, bool, int, float, str, type(None), torch.Size)
+    if not all(isinstance(value, known) for value in vars(node).values()):
+        return None
+    return [(k, v) for k, v in vars(node).items() if isinstance(v, Tensor | Distribution)]
+
+
+def _rebuild_distribution(node: Distribution, items: Mapping[str, Any]) -> Distribution:
+    """A distribution with other parameters, and the batch shape that follows from these."""
+    clone, old = copy.copy(node), node.batch_shape
+    vars(clone).update(items)
+    for key, after in items.items():
+        shapes = [
+            getattr(x, "batch_shape", getattr(x, "shape", ())) for x in (vars(node)[key], after)
+        ]
+        if shapes[0][: len(old)] == old:
+            set_batch_shape(clone, torch.Size(shapes[1][: len(old)]))
+            break
+    return clone
+
+
+# --- Walks, and comparisons
 
 
 def map_leaves(fn: Callable[[Any], Any], node: Any) -> Any:
@@ -148,44 +411,3 @@ def name(path: Path, root: str = "batch") -> str:
     """
     steps = (f".{k.name}" if isinstance(k, Attribute) else f"[{k!r}]" for k in path)
     return root + "".join(steps)
-
-
-def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(node) is dict:
-        return items
-    attributes = {k.name: v for k, v in items.items() if isinstance(k, Attribute)}
-    entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
-    if not isinstance(node, MutableMapping):
-        return type(node)(entries)  # type: ignore[call-arg]  # immutable mappings are made like that
-    clone = copy.copy(node)
-    if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
-        # The copy shares the dict in which the mapping keeps its items.
-        inner = {key: copy.copy(value) for key, value in vars(node).items() if type(value) is dict}
-        vars(clone).update(inner)
-    for key, value in entries.items():  # some mappings refuse update()
-        clone[key] = value
-    if attributes:
-        vars(clone).update(attributes)
-    return clone
-
-
-def _parameters(node: Distribution) -> list[tuple[Any, Any]] | None:
-    """Tensors and distributions in a distribution; None if it has other objects in it."""
-    known = (Tensor, Distribution, bool, int, float, str, type(None), torch.Size)
-    if not all(isinstance(value, known) for value in vars(node).values()):
-        return None
-    return [(k, v) for k, v in vars(node).items() if isinstance(v, Tensor | Distribution)]
-
-
-def _rebuild_distribution(node: Distribution, items: Mapping[str, Any]) -> Distribution:
-    """A distribution with other parameters, and the batch shape that follows from these."""
-    clone, old = copy.copy(node), node.batch_shape
-    vars(clone).update(items)
-    for key, after in items.items():
-        shapes = [
-            getattr(x, "batch_shape", getattr(x, "shape", ())) for x in (vars(node)[key], after)
-        ]
-        if shapes[0][: len(old)] == old:
-            set_batch_shape(clone, torch.Size(shapes[1][: len(old)]))
-            break
-    return clone

@@ -1,61 +1,228 @@
-"""The planner: which samples of a batch go where, by the policy and within what fits."""
+"""The plan of a batch: the fixed policies, the options that name a policy, and the planner."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from lightning_dp.parallel.split.adaptive import StepUsage
-from lightning_dp.parallel.split.arithmetic import (
-    Order,
-    Sizes,
-    SplitPolicy,
-    by_cost,
-    even,
-    fitted,
-)
+from lightning_dp.parallel.checks import short_repr
+from lightning_dp.parallel.split.arithmetic import Sizes, by_cost, fitted
+from lightning_dp.parallel.split.learning import Adaptive, Auto, Capacities, Memory, StepUsage
 
-Least: TypeAlias = Callable[[], int]
-"""Returns the fewest samples that a replica can work with."""
+SplitPolicy: TypeAlias = Callable[[int], Sizes]
+"""Batch size in, sizes out. One that learns also has a method `learn(step_usage)`."""
+
+OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
+"""A user's function `(batch_size, devices) -> sizes`, one size per device."""
+
+SPLITS = ("even", "chunk", "auto", "memory", "adaptive", "cost")
+
+# --- Fixed policies
+
+
+def even(n: int, k: int) -> Sizes:
+    """Sizes for n samples on k devices that differ by at most one, the larger ones first.
+
+    Example:
+        >>> even(30, 8), even(2, 4)
+        ((4, 4, 4, 4, 4, 4, 3, 3), (1, 1, 0, 0))
+    """
+    share, rest = divmod(n, k)
+    return (share + 1,) * rest + (share,) * (k - rest)
+
+
+def chunk(n: int, k: int) -> Sizes:
+    """The sizes of `torch.chunk` and `torch.nn.DataParallel`: ceil(n / k) while any is left.
+
+    Example:
+        >>> chunk(30, 8), chunk(9, 4)
+        ((4, 4, 4, 4, 4, 4, 4, 2), (3, 3, 3, 0))
+    """
+    share = -(-n // k)
+    return tuple(max(0, min(share, n - i * share)) for i in range(k))
+
+
+def weighted(n: int, weights: Sequence[float]) -> Sizes:
+    """Sizes in proportion to `weights`, rounded by the largest remainder (Hamilton's method).
+
+    The arithmetic is exact; of equal remainders the earlier device wins, and weight 0 gets nothing.
+
+    Args:
+        n: the batch size, in samples.
+        weights: one finite number of at least 0 per device, not all 0; only ratios matter.
+
+    Example:
+        >>> weighted(96, [1, 2, 3]), weighted(5, [1, 0, 1])
+        ((16, 32, 48), (3, 0, 2))
+    """
+    exact = [Fraction(float(weight)) for weight in weights]
+    quotas = [n * weight / sum(exact) for weight in exact]
+    sizes = list(map(math.floor, quotas))
+    by_remainder = sorted(range(len(sizes)), key=lambda i: (sizes[i] - quotas[i], i))
+    for i in by_remainder[: n - sum(sizes)]:
+        sizes[i] += 1
+    return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class CostSplit:
+    """split="cost": the planner asks `by_cost` instead."""
+
+    k: int
+
+    def __call__(self, n: int) -> Sizes:
+        """The sizes for n samples of equal cost."""
+        return even(n, self.k)
+
+
+def is_fixed(policy: SplitPolicy) -> bool:
+    """Whether sizes follow from the batch size alone."""
+    return isinstance(policy, partial) and policy.func in (even, chunk, weighted)
+
+
+# --- Options
+
+
+def check_split(
+    split: str | OwnSplit,
+    weights: Sequence[float] | None,
+    sample_cost: str | None = None,
+    *,
+    is_timed: bool = True,
+) -> None:
+    """Raises a ValueError where these options are wrong whatever the devices are."""
+    is_function = callable(split) and not isinstance(split, type)
+    if not is_function and not (isinstance(split, str) and split in SPLITS):
+        raise ValueError(
+            f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
+            f"sizes, got {short_repr(split)}. Use 'even', or weights=[...] for fixed shares."
+        )
+    if split == "auto" and not is_timed:
+        raise ValueError(
+            "split: expected another one than 'auto' outside of Lightning, where nothing says when "
+            "a step ends, got 'auto'. Use 'adaptive', or DataParallelStrategy."
+        )
+    if sample_cost is not None and (split != "cost" or not isinstance(sample_cost, str)):
+        raise ValueError(
+            "sample_cost: expected None, or with split='cost' the name of an entry of the batch, "
+            f"got {short_repr(sample_cost)} with split={short_repr(split)}. Use split='cost' and a "
+            "key or dotted path such as 'lengths', or leave it out."
+        )
+    if weights is None:
+        return
+    if split not in ("even", "adaptive"):
+        raise ValueError(
+            f"weights: expected None with split={short_repr(split)}, got {short_repr(weights)}. "
+            "Leave out one of the two: weights are a split of their own, or what split='adaptive' "
+            "begins with."
+        )
+    is_list = isinstance(weights, Sequence) and not isinstance(weights, str | bytes)
+    if not is_list or not all(map(_is_weight, weights)) or not any(weights):
+        raise ValueError(
+            f"weights: expected a list of finite numbers of at least 0, not all 0, got "
+            f"{short_repr(weights)}. Give each device its share, such as [1, 3, 3, 3]."
+        )
+    if split == "adaptive" and not all(weights):
+        raise ValueError(
+            "weights: expected numbers above 0 with split='adaptive', got "
+            f"{short_repr(weights)}. It tries every device; leave devices out, or use split='even'."
+        )
+
+
+def split_policy(
+    split: str | OwnSplit,
+    weights: Sequence[float] | None,
+    devices: Sequence[Any],
+    capacities: Capacities | None = None,
+) -> SplitPolicy:
+    """The function that splits every batch over the devices.
+
+    Args:
+        split: the option, see `DataParallelStrategy`.
+        weights: the option.
+        devices: a user's function gets them; else only which of them are equal matters.
+        capacities: returns the bytes that this process can have on each device. `"memory"` needs
+            it; `"auto"` asks it before it gives the root more samples than that had before.
+
+    Example:
+        >>> split_policy("even", [1, 2, 3], ["cpu"] * 3)(12)
+        (2, 4, 6)
+        >>> split_policy(lambda n, devices: (n - 1, 1), None, ["cpu"] * 2)(12)
+        (11, 1)
+    """
+    check_split(split, weights)
+    k = len(devices)
+    if weights is not None and len(weights) != k:
+        raise ValueError(
+            f"weights: expected {k} numbers, one per device, got {len(weights)}: {list(weights)}. "
+            "Give every device a weight (0 leaves it idle)."
+        )
+    if callable(split):
+        return partial(_checked, split, list(devices))
+    if split == "memory":
+        if capacities is None:
+            raise ValueError("split='memory': expected the bytes that each device has, got None.")
+        capacities()  # raises an error now where devices do not count their memory
+        return Memory(k, capacities, is_shared=len(set(devices)) < k)
+    if split == "auto":
+        return Auto(k, capacities)
+    if split == "adaptive":
+        return Adaptive(k, weights)
+    if split == "cost":
+        return CostSplit(k)
+    if weights is not None:
+        return partial(weighted, weights=weights)
+    return partial(chunk if split == "chunk" else even, k=k)
+
+
+def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:
+    """The answer of a user's function."""
+    sizes, k = split(n, list(devices)), len(devices)
+    are_sizes = isinstance(sizes, Sequence) and all(map(_is_size, sizes))
+    if not are_sizes or len(sizes) != k or sum(sizes) != n:
+        raise ValueError(
+            f"split: expected {k} integers of at least 0, one per device, with sum {n}, from "
+            f"{getattr(split, '__qualname__', split)}({n}, devices), got {sizes!r}. Return a size "
+            "for every device; 0 leaves it idle."
+        )
+    return tuple(map(int, sizes))
+
+
+def _is_size(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
+
+
+def _is_weight(value: Any) -> bool:
+    is_number = not isinstance(value, bool) and isinstance(value, Real)
+    return is_number and 0 <= float(value) < math.inf
+
+
+# --- The planner
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples go where."""
+    """How a batch is cut: into consecutive shards of these sizes."""
 
     sizes: Sizes
-    order: Order | None = None  # None for the batch's own order
     whole: bool = False  # nothing can be cut: the root gets the batch as it is
     reading: Any = "columns"  # how the batch was read, for `cut`
 
 
-class CostSplit:
-    """split="cost": the planner asks for `parts`; where these do not fit, it takes even sizes."""
-
-    def __init__(self, k: int) -> None:
-        self._k = k
-
-    def __call__(self, n: int) -> Sizes:
-        """The sizes for n samples of equal cost."""
-        return even(n, self._k)
-
-    def parts(self, costs: Sequence[float] | Tensor) -> Order:
-        """Which samples each device gets."""
-        return by_cost(costs, self._k).parts
-
-
 class Planner:
-    """Decides for every batch, once, which samples each device gets.
+    """Decides for every batch, once, how many samples each device gets.
 
     A device that ran out of memory gets at most as many samples as did not fit, less an eighth,
-    from then on. Evaluation keeps no graphs, so it has caps of its own. Where there are caps, a
-    split by cost becomes one by number.
+    from then on. Evaluation keeps no graphs, so it has caps of its own.
 
     Example:
-        >>> from lightning_dp.parallel.split import split_policy
         >>> planner = Planner(2, split_policy("even", None, ["cpu"] * 2))
         >>> planner.plan(8, list, training=True).sizes
         (4, 4)
@@ -66,13 +233,11 @@ class Planner:
 
     def __init__(self, k: int, policy: SplitPolicy) -> None:
         self.policy = policy
+        self.learns = hasattr(policy, "learn")
         self.latest = Plan((0,) * k)
-        self._learn: Callable[[StepUsage], None] | None = getattr(policy, "learn", None)
-        self._parts_by_cost: Callable[..., Order] | None = getattr(policy, "parts", None)
-        self.learns = self._learn is not None
         self._caps: dict[bool, list[int | None]] = {t: [None] * k for t in (True, False)}
         self._learnt: StepUsage | None = None
-        self._least: Least = lambda: 1
+        self._least: Callable[[], int] = lambda: 1
 
     def plan(
         self,
@@ -81,7 +246,7 @@ class Planner:
         *,
         training: bool,
         reading: Any = "columns",
-        least: Least = lambda: 1,
+        least: Callable[[], int] = lambda: 1,
     ) -> Plan:
         """Decides for a batch of n samples.
 
@@ -91,20 +256,14 @@ class Planner:
             training: whether the step keeps a graph.
             reading: how the batch was read; it becomes the plan's.
             least: returns the fewest samples that a replica can work with; called if a device
-                would have one sample, or caps are known.
+                would have one of several samples, or caps are known.
         """
         self._least = least
         caps = self._caps[training]
         has_caps = caps.count(None) < len(caps)
-        if self._parts_by_cost is not None and not has_caps:
-            parts = self._parts_by_cost(costs())
-            sizes = tuple(map(len, parts))
-            if not _has_single(sizes) or least() == 1:
-                is_sliced = all(isinstance(part, range) for part in parts)
-                self.latest = Plan(sizes, None if is_sliced else parts, reading=reading)
-                return self.latest
-        sizes = wanted = self.policy(n)
-        if has_caps or _has_single(wanted):
+        is_by_cost = isinstance(self.policy, CostSplit)
+        sizes = wanted = by_cost(costs(), len(caps)) if is_by_cost else self.policy(n)
+        if has_caps or (1 in wanted and n > 1):
             # If the caps have no room, the step is tried without them: memory may be free by now.
             fewest = least()
             sizes = fitted(wanted, caps, fewest) or fitted(wanted, None, fewest) or wanted
@@ -119,8 +278,8 @@ class Planner:
 
     def learn(self, step: StepUsage | None) -> None:
         """Shows a training step, once, to a policy that learns."""
-        if self._learn is not None and step is not None and step is not self._learnt:
-            self._learn(step)
+        if self.learns and step is not None and step is not self._learnt:
+            self.policy.learn(step)  # type: ignore[attr-defined]  # as `learns` says
             self._learnt = step
 
     def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
@@ -133,8 +292,3 @@ class Planner:
         """Whether there is a split of n samples within the caps."""
         caps = self._caps[training]
         return fitted(even(n, len(caps)), caps, self._least()) is not None
-
-
-def _has_single(sizes: Sizes) -> bool:
-    """Whether a device has one sample, and not because the batch has no more."""
-    return 1 in sizes and sum(sizes) > 1

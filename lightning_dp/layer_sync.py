@@ -1,4 +1,4 @@
-"""`Trainer(sync_batchnorm=True)`: batch norm over all replicas of all processes."""
+"""`Trainer(sync_batchnorm=True)`: batch norm over all replicas."""
 
 from __future__ import annotations
 

@@ -245,6 +245,7 @@ class DataParallelMixin(CheckpointMixin):
 
     def _take(self, devices: list[torch.device] | None, weights: Sequence[float] | None) -> None:
         self._devices, self._own_weights = devices, weights
+        self.share = float(sum(weights or [1] * len(devices or ())))
         self._split_policy: SplitPolicy | None = None
         if devices:
             if self._split != "memory":  # which asks devices, that may be another process's
@@ -256,11 +257,6 @@ class DataParallelMixin(CheckpointMixin):
         # Only "memory" needs devices that count it: others take 0 for "no limit is known".
         capacities = partial(memory_capacities, devices, must_count=self._split == "memory")
         return split_policy(self._split, self._own_weights, devices, capacities)
-
-    @property
-    @override
-    def share(self) -> float:
-        return float(sum(self._own_weights or [1] * len(self._devices or ())))
 
     @property
     @override
@@ -314,8 +310,7 @@ class DataParallelMixin(CheckpointMixin):
             self._auto = AutoSplitSteps(mode, self._split_policy, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.usage = mode.engine.usage
-        reports: dict[str, Report] = {}
-        self.first_step = reports
+        self.first_step = reports = dict[str, Report]()
         if self._check_first_step:
             self._first_steps = FirstSteps(
                 reports,

@@ -60,6 +60,8 @@ class ProcessesMixin(ParallelStrategy):
 
     machine_devices: list[torch.device] | None
     """The devices of this machine, which its processes share out."""
+    share: float
+    """This process's share of each batch, in proportion to those of the others."""
     num_nodes = 1  # machines; the Trainer sets it
     world: World | None = None
     """The processes that train together; None if there is only one."""
@@ -80,11 +82,6 @@ class ProcessesMixin(ParallelStrategy):
             yield
 
     # Starting
-
-    @property
-    @abstractmethod
-    def share(self) -> float:
-        """This process's share of each batch, in proportion to those of the others."""
 
     @abstractmethod
     def take_devices(self, own: slice) -> None:
@@ -123,7 +120,7 @@ class ProcessesMixin(ParallelStrategy):
         from lightning_dp.parallel.processes import World
 
         backend, devices = self._process_group_backend, self.machine_devices or []
-        if backend is None:  # NCCL takes a GPU from one process only; it has not been run yet
+        if backend is None:  # NCCL, which has not been run yet, takes a GPU from one process only
             has_nccl = devices[0].type == "cuda" and len(set(devices)) == len(devices)
             backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
         options = {} if self._timeout is None else {"timeout": self._timeout}

@@ -116,16 +116,16 @@ def kept(devices: int) -> dict[str, Any]:
         job.fit(module, loader(SAMPLES))
     logged = {name: value.clone() for name, value in job.callback_metrics.items()}
     own = {name: getattr(module, name) for name in ("items", "rows", "losses")}
-    return {**own, **logged}
+    return {**own, **logged, "predicted": job.predict(module, loader(SAMPLES))}
 
 
 def test_items_and_rows_are_each_processs_own_and_losses_and_metrics_alike() -> None:
     expected, several = kept(1), run_in_processes(kept, 2, DEVICES)
     first, second = several
-    for name in ("items", "rows"):
+    for name in ("items", "rows", "predicted"):
         for i, rows in enumerate(expected[name]):
-            parts = [own[name][i] for own in several if i < 2 or own is first]
-            assert_equal_trees(torch.cat(parts), rows, f"{name}[{i}]", atol=0, rtol=0)
+            parts = [own[name][i] for own in several if i < len(own[name])]
+            assert_equal_trees(torch.cat(parts), rows, f"{name}[{i}]", atol=1e-10, rtol=0)
     assert len(second["items"]) == 2 and not len(second["rows"][2])
     assert_equal_trees(first["own"] + second["own"], expected["own"], "own", atol=1e-10, rtol=0)
     for own in several:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -109,7 +110,7 @@ class Keeps(Classifier):
 
 def kept(devices: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("RANK", 0)))  # all begin with the first one's weights
     module, job = Keeps(), trainer(devices, max_epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that "own" is not synced

@@ -194,11 +194,8 @@ class Engine:
     def step(self, call: ReplicaCall, batch: Any) -> Any:
         """Runs a call on all replicas; returns what one device would for the whole batch.
 
-        If that is a joint loss, its backward calls `backward` here.
-
-        Args:
-            call: what runs on a replica, and how results are joined.
-            batch: as the user's code has it; or `Shards`, which are cut already.
+        If that is a joint loss, its backward calls `backward` here. The batch is as the user's code
+        has it, or `Shards`, which are cut already.
         """
         self._counted = ()
         self.reducer.can_restore = False
@@ -241,10 +238,7 @@ class Engine:
     def plan(self, batch: Any, path: str = "", *, training: bool = True) -> Plan:
         """Decides which samples each device gets, once for everything in the batch.
 
-        Args:
-            batch: the batch; the module's `batch_size(batch)` may say how many samples it has.
-            path: the submodule that is called; batch norm in it takes no shard of one sample.
-            training: whether it is a training step.
+        Batch norm in the submodule at `path`, which is called, takes no shard of one sample.
         """
         if self.meter.is_watched:
             self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
@@ -361,8 +355,8 @@ class Engine:
     ) -> None:
         """Runs a step and its backward again, after the joint loss's backward ran out of memory.
 
-        What the step has logged and left on the module was right, and stays. An error from outside
-        of the joint loss's backward is raised again.
+        What the step has logged and left on the module was right, and stays. Other errors than
+        those of the joint loss's backward are raised again.
         """
         if self.reducer.backward is None:
             raise error

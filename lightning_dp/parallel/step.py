@@ -191,9 +191,8 @@ class TrainingStep(EvaluationStep):
             self.engine.has_warned_of_none = True
             warnings.warn(
                 f"{self.name}: expected a loss from every replica or from none, got None from "
-                f"{count} of {of}. Their samples are left out; one device leaves out the whole "
-                "batch. Let all decide alike, by what self.all_gather(...) returns, or use "
-                'DataParallelStrategy(mode="forward").',
+                f"{count} of {of}. Their samples are left out. Let all replicas decide alike, by "
+                "what self.all_gather(...) returns.",
                 stacklevel=2,
             )
 
@@ -276,10 +275,6 @@ def loss_weights(
     """The weight of each replica's loss in the joint loss: 1 in a sum, n_i / sum(n) in a mean.
 
     Item counts, if given, take the place of the sizes, unless all of them are 0.
-
-    Example:
-        >>> loss_weights([3, 1], "mean"), loss_weights([3, 1], "mean", num_items=[0, 7])
-        ([0.75, 0.25], [0.0, 1.0])
     """
     if reduction == "sum":
         return [1.0] * len(sizes)
@@ -295,11 +290,6 @@ def join_losses(
     """The value sum(w_i * loss_i) on the output device.
 
     A loss of weight 0 is left out, even if it is NaN.
-
-    Example:
-        >>> losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
-        >>> join_losses(losses, [1.0, 0.0], torch.device("cpu"))
-        tensor(1.)
     """
     device, joint = scalar_device(losses, output_device), None
     for loss, weight in zip(losses, weights, strict=True):

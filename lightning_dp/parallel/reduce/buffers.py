@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,17 +55,16 @@ class BufferSnapshot:
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._forms: list[Any] = []
 
     @torch.no_grad()
     def take(self, buffers: Sequence[Tensor | None]) -> None:
         """Copies the buffers."""
         self._buffers = [buffer for buffer in buffers if buffer is not None]
-        forms = list(map(_FORM, self._buffers))
-        if self._buffers and forms == self._forms and all(map(can_be_packed, self._buffers)):
+        are_alike = list(map(_FORM, self._buffers)) == list(map(_FORM, self._values))
+        if self._buffers and are_alike and all(map(can_be_packed, self._buffers)):
             copy_to_each(self._values, self._buffers)
         else:
-            self._forms, self._values = forms, [buffer.clone() for buffer in self._buffers]
+            self._values = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:

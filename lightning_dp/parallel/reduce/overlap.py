@@ -75,38 +75,21 @@ class Overlap:
                 taken = [by_replica[k] for k in range(len(by_replica))]
                 self._packing.add_up(j, [row for row, _ in taken], [e for _, e in taken])
 
-    def end(self) -> None:
-        """The backward has ended: gradients that have not left are their parameters' again."""
-        self._unhook()
-        for j, by_replica in list(self._taken.items()):
-            if len(by_replica) < len(self._rows):
-                for r in by_replica:
-                    self._put_back(j, r)
-                del self._taken[j]
+    def end(self, *, failed: bool = False) -> None:
+        """The backward has ended: the root gets the sums, and what has not left is given back.
 
-    def take_sums(self) -> None:
-        """Gives the root the sums; its current stream waits for them."""
-        wait_for_copies(self._devices)
-        for j in self._taken:
-            self._put_back(j, 0)
-        self._taken.clear()
-
-    def cancel(self) -> None:
-        """Drops the gradients of a backward that has failed, once copies have read them."""
-        self._unhook()
-        wait_for_copies(self._devices)
-        self._taken.clear()
-
-    def _unhook(self) -> None:
+        What a parameter has got since then is added. Nothing is given back if the backward failed.
+        """
         for handle in self._handles:
             handle.remove()
         self._missing.clear()
-
-    def _put_back(self, j: int, r: int) -> None:
-        """Gives a replica its gradients back, and adds what its parameters have got since then."""
-        gradients, _ = self._taken[j][r]
-        parameters = self._packing.buckets[j].of(self._rows[r])
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
-            parameter.grad = gradient
+        wait_for_copies(self._devices)
+        for j, by_replica in () if failed else self._taken.items():
+            bucket, is_summed = self._packing.buckets[j], len(by_replica) == len(self._rows)
+            for r in [0] if is_summed else by_replica:
+                gradients, _ = by_replica[r]
+                for parameter, gradient in zip(bucket.of(self._rows[r]), gradients, strict=True):
+                    if parameter.grad is not None:
+                        gradient.add_(parameter.grad)
+                    parameter.grad = gradient
+        self._taken.clear()

@@ -347,8 +347,6 @@ class Backward:
             self._overlap.end()
         if len(self._rows) > 1:
             reduce_gradients(self._rows)
-        if self._overlap is not None:
-            self._overlap.take_sums()
         if self._world is not None:
             from lightning_dp.parallel.processes import sum_gradients
 
@@ -374,7 +372,7 @@ class Backward:
         """Drops what it has left on the replicas; autograd's threads have to be done."""
         self.abort()
         if self._overlap is not None:
-            self._overlap.cancel()
+            self._overlap.end(failed=True)
         clear_gradients(chain.from_iterable(self._rows[1:]))
 
 

@@ -73,12 +73,8 @@ class DataParallel(nn.Module, Generic[Module]):
 
     Attributes:
         last_sizes: samples per device in the latest call; () before the first.
-        module: the module; its parameters are the ones to optimise.
-        device_ids: the indices of the devices (of CPU devices, None).
+        module, device_ids, src_device_obj, output_device, dim: as in `torch.nn.DataParallel`.
         devices: the devices.
-        src_device_obj: the first of them, where the module lies.
-        output_device: where outputs end up.
-        dim: the dimension.
 
     Raises:
         TypeError: `module` is no module.

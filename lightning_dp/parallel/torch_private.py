@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from operator import attrgetter
 from types import CellType, FunctionType
@@ -198,14 +198,12 @@ def watch_checkpoints(begin_watch: Callable[[], Callable[[], None] | None]) -> N
     begin = module._checkpoint_without_reentrant_generator
     forward = module.CheckpointFunction.forward
 
-    @contextmanager
-    def watched(is_kept: bool) -> Iterator[None]:
+    def watched(is_kept: bool) -> ExitStack:
+        stack = ExitStack()
         end = begin_watch() if is_kept else None
-        try:
-            yield
-        finally:
-            if end is not None:
-                end()
+        if end is not None:
+            stack.callback(end)
+        return stack
 
     def begin_watched(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
         with watched(preserve and torch.is_grad_enabled()):  # else nothing is recomputed

@@ -26,7 +26,6 @@ from support.forward_twins import (
     inputs,
     law,
     perceptron,
-    said,
     wrapping,
 )
 from support.oracle import accelerator, are_separate, assert_equal_trees, devices_of, gradients
@@ -200,21 +199,6 @@ def complex_parameters(net: nn.Module) -> Any:
     net(inputs(7)).abs().sum().backward()
 
 
-class Clears(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.zero_grad()
-        return super().forward(x)
-
-
-@law(LAWS, lambda: Clears(4, 2), executor="inorder")
-def zero_grad_in_a_forward(net: nn.Module) -> Any:
-    """In nn.DataParallel it has no effect."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        for seed in range(3):
-            net(inputs(8, seed=seed)).exp().sum().backward()
-
-
 class Conditioned(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.condition + self.leaf * self.trained
@@ -235,21 +219,10 @@ def tensors_with_a_graph_on_the_module(net: nn.Module) -> Any:
     return leaf.grad, other.grad, trained.grad
 
 
-@law(LAWS, perceptron)
-def averaged_copies(net: nn.Module) -> Any:
-    average = torch.optim.swa_utils.AveragedModel(net)
-    outputs = []
-    for _ in range(2):
-        train(net, "SGD", 2)
-        average.update_parameters(net)
-        outputs.append(average(inputs()).detach())
-    return outputs
-
-
-def _weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
+def _weight_norm(module: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # deprecated, and in much code
-        return nn.utils.weight_norm(module, name)
+        return nn.utils.weight_norm(module)
 
 
 NORMS: dict[str, Callable[..., nn.Module]] = {
@@ -263,11 +236,6 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
 
 def critic(norm: Callable[..., nn.Module]) -> nn.Module:
     return nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh(), norm(nn.Linear(4, 3)))
-
-
-class NormedLSTM(nn.LSTM):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x[:, None])[0]
 
 
 def real_and_fake(net: nn.Module) -> list[Tensor]:
@@ -286,9 +254,6 @@ def real_and_fake(net: nn.Module) -> list[Tensor]:
 
 for _norm, _make in NORMS.items():
     LAWS.append(pytest.param(partial(critic, _make), real_and_fake, {}, id=_norm))
-    if "hook" in _norm:
-        _lstm = lambda norm=_make: norm(NormedLSTM(4, 3, batch_first=True), "weight_hh_l0")
-        LAWS.append(pytest.param(_lstm, real_and_fake, {}, id=f"{_norm}, lstm"))
 
 
 @pytest.mark.usefixtures("weight_norms")
@@ -595,16 +560,6 @@ def test_a_call_leaves_no_garbage_in_circles() -> None:
     wrapper(inputs(4).float())
     assert gc.collect() == 0
     wrapper.close()
-
-
-def test_an_error_names_the_replica_and_training_goes_on(wrap: Any) -> None:
-    one, net = pair()
-    wrapper = wrap(net, executor="threads")
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        wrapper(inputs(6, 5))
-    assert "in replica 0 on" in said(caught.value)
-    assert "forward" not in net.__dict__
-    assert_equal_trees(train(wrapper, "SGD"), train(one, "SGD"), "losses", **EXACT)
 
 
 # Refusals

@@ -77,10 +77,12 @@ class Copies:
 def add_up(packing: Packing, rows: Sequence[Sequence[Tensor]], ready: Any = None) -> None:
     """Adds the rows of all replicas to the first one; waits if no events are given."""
     devices = list(dict.fromkeys(row[0].device for row in rows))
+    streams = map(torch.accelerator.current_stream, devices)
+    events = [stream.record_event() for stream in streams] if ready is None else ready
     for j, bucket in enumerate(packing.buckets):
         own = [bucket.of(row) for row in rows]
         assert all(map(bucket.is_whole, own))
-        packing.add_up(j, own, ready)
+        packing.add_up(j, own, events)
     if ready is None:
         wait_for_copies(devices)
 

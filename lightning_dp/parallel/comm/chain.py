@@ -97,22 +97,19 @@ class Packing:
             wait_for_copies(devices)
 
     def add_up(
-        self, j: int, rows: Sequence[Sequence[Tensor]], ready: Iterable[torch.Event] | None = None
+        self, j: int, rows: Sequence[Sequence[Tensor]], ready: Iterable[torch.Event]
     ) -> None:
         """Starts the sum of the replicas' rows of bucket j, in place of the first row, the root's.
 
-        The devices are accelerators, and each row `is_whole`. `wait_for_copies` makes the sum safe
-        to read. The rows are complete at the `ready` events; without these, once the work now on
-        the current streams is done.
+        The devices are accelerators, and each row `is_whole`. The rows are complete at the `ready`
+        events; `wait_for_copies` makes the sum safe to read.
         """
         bucket = self.buckets[j]
         stops: dict[torch.device, list[list[Sequence[Tensor]]]] = {}  # each row in pieces
         for row in rows:
             stops.setdefault(row[0].device, []).append(bucket.pieces(row))
         arriving = {device: copy_stream(device, "arriving") for device in stops}
-        for device, stream in arriving.items() if ready is None else ():
-            stream.wait_stream(current_stream(device))
-        for event in ready or ():
+        for event in ready:
             arriving[event.device].wait_event(event)
         with on_streams([*arriving.values()]):
             for i in range(len(bucket.pieces(rows[0]))):

@@ -273,15 +273,14 @@ class Replicas:
 
         One that a step has computed, and left with its graph, is read as a value.
         """
-        if any([b.requires_grad for b in self.root_buffers if b is not None]):
+        if any([b.requires_grad and b.is_leaf for b in self.root_buffers if b is not None]):
             buffers = self._root.named_buffers()
             names = [name for name, b in buffers if b.requires_grad and b.is_leaf]
-            if names:
-                raise ValueError(
-                    f"Expected buffers without gradients, got {names}, of which a step on several "
-                    "devices would lose those of all devices but the first. Make them parameters, "
-                    'or use DataParallelStrategy(mode="forward").'
-                )
+            raise ValueError(
+                f"Expected buffers without gradients, got {names}, of which a step on several "
+                "devices would lose those of all devices but the first. Make them parameters, "
+                'or use DataParallelStrategy(mode="forward").'
+            )
 
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Has replicas compute with functions of the root's parameters, see `Replica.connect`.

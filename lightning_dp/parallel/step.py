@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.comm import scalar_device
 from lightning_dp.parallel.engine import Engine, ReplicaCall, Transfer
 from lightning_dp.parallel.gather import without_rows
 from lightning_dp.parallel.reduce import JointBackward
@@ -257,7 +256,7 @@ def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
     if counts.count(None) == len(counts):
         return None
     tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
-    device = scalar_device(tensors, torch.device("cpu"))
+    device = _scalar_device(tensors, torch.device("cpu"))
     values = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else ())
     known = [next(values) if isinstance(count, Tensor) else count for count in counts]
     agreed = [n for n in known if n is not None and math.isfinite(n) and n >= 0]
@@ -291,10 +290,19 @@ def join_losses(
 
     A loss of weight 0 is left out, even if it is NaN.
     """
-    device, joint = scalar_device(losses, output_device), None
+    device, joint = _scalar_device(losses, output_device), None
     for loss, weight in zip(losses, weights, strict=True):
         if weight:
             value = loss.to(device)
             joint = value * weight if joint is None else joint.add(value, alpha=weight)
     assert joint is not None
     return joint.to(output_device)
+
+
+def _scalar_device(values: Sequence[object], output_device: torch.device) -> torch.device:
+    """Where a few small values become one: not on the CPU, which would wait for each device."""
+    if output_device.type == "cpu":
+        for value in values:
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                return value.device
+    return output_device

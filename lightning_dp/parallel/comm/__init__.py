@@ -9,7 +9,6 @@ from lightning_dp.parallel.comm.buckets import Packed as Packed
 from lightning_dp.parallel.comm.buckets import can_be_packed as can_be_packed
 from lightning_dp.parallel.comm.buckets import gradients_on as gradients_on
 from lightning_dp.parallel.comm.buckets import group as group
-from lightning_dp.parallel.comm.buckets import scalar_device as scalar_device
 from lightning_dp.parallel.comm.buckets import to_device_coalesced as to_device_coalesced
 from lightning_dp.parallel.comm.chain import Packing as Packing
 from lightning_dp.parallel.comm.chain import are_accelerators as are_accelerators

@@ -195,15 +195,6 @@ class _ToCPU(torch.autograd.Function):
 _to_cpu: Callable[[Tensor], Tensor] = _ToCPU.apply
 
 
-def scalar_device(values: Sequence[object], output_device: torch.device) -> torch.device:
-    """Where a few small values become one: not on the CPU, which would wait for each device."""
-    if output_device.type == "cpu":
-        for value in values:
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                return value.device
-    return output_device
-
-
 def gradients_on(device: torch.device, gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Gradients, which lie on one device, on another one: in few copies, None where it was."""
     dense = [g for g in gradients if g is not None and not g.is_sparse]

@@ -139,16 +139,16 @@ class Call(ABC):
         self.active = [k for k, size in enumerate(sizes) if size]
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
         self.eps = rounding(dtypes or {torch.get_default_dtype()}, engine.devices[0].type)
-        layers = [
-            (name, m) for name, m in module.named_modules() if m.training and not is_synced(m)
-        ]
-        self.norms = {name: m for name, m in layers if getattr(m, "track_running_stats", False)}
+        norms = [m for m in module.named_modules() if getattr(m[1], "track_running_stats", False)]
+        self.norms = {
+            name: layer for name, layer in norms if layer.training and not is_synced(layer)
+        }
         self.draws, self.python_draws = ConstantDraws(), b""
         devices = [*engine.devices, engine.output_device]
         self._snapshot = ModuleSnapshot(module, devices, others)
 
     @abstractmethod
-    def transfer(self, batch: Any) -> Any:
+    def to_root(self, batch: Any) -> Any:
         """Moves the batch or a shard of it to the root."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Call(ABC):
                 else:
                     if shard is not None and not cut_late:
                         batch = self.engine.cut(batch, self.sizes)[shard]
-                    batch = self.transfer(batch)
+                    batch = self.to_root(batch)
                     if shard is not None and cut_late:
                         batch = self.engine.cut(batch, self.sizes)[shard]
                     output = self.on_root(batch)

@@ -92,7 +92,7 @@ class ForwardCall(Call):
         super().__init__(engine.module, engine, *args, **kw)
         self._path, self._num_args = path, num_args
 
-    def transfer(self, batch: Any) -> Any:
+    def to_root(self, batch: Any) -> Any:
         """Moves the arguments."""
         return to_device(batch, self.engine.devices[0])
 

@@ -132,7 +132,7 @@ class StepCall(Call):
         self._context = getattr(mode.module.trainer.precision_plugin, f"{name}_context")
 
     @override
-    def transfer(self, batch: Any) -> Any:
+    def to_root(self, batch: Any) -> Any:
         return self._transfer(batch, self.engine.devices[0])
 
     @override
@@ -206,7 +206,7 @@ def _record(values: Values, name: str, value: Any, *args: Any, **options: Any) -
 
 
 class _SilentLogger:
-    """Stands for a logger: counts how it is used, and keeps nothing. A copy is the logger's."""
+    """Stands for a logger: counts how it is used, and keeps nothing."""
 
     def __init__(self, logger: Any, used: Counter[str]) -> None:
         self._logger, self._used = logger, used
@@ -215,10 +215,6 @@ class _SilentLogger:
     def __class__(self) -> type[Any]:
         """The logger's, for `isinstance`."""
         return type(self._logger)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """That of the logger."""
-        return self._logger.__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
         """The logger's attributes; calls of its methods are counted and do nothing."""

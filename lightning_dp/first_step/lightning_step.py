@@ -184,7 +184,7 @@ def _recording(trainer: Any) -> Iterator[Values]:
     # In forward mode the step's own code is on the output device, but the call's on the root.
     on_root = replaced(module, **own_device(module, root))
     try:
-        with trainer.strategy.as_only_process(), log, on_root:
+        with replaced(trainer.strategy, world=None), log, on_root:
             yield values
         values.update({Key("logger", name): count for name, count in used.items()})
         for i, optimizer in enumerate(trainer.optimizers):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +22,6 @@ from typing_extensions import override
 from lightning_dp.lightning_private import join_process_group, running_hook
 from lightning_dp.parallel.apply import collectives, current_participant, fewest_samples
 from lightning_dp.parallel.checks import short_repr
-from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.gather import gather, without_rows
 from lightning_dp.parallel.split import Sizes, even, fitted, weighted
@@ -74,12 +72,6 @@ class ProcessesMixin(ParallelStrategy):
         """The names of this process's replicas in logs, errors and tables."""
         rank = self.global_rank if self.world_size > 1 else None
         return tuple(replica_names(self.parallel_devices or [], rank))
-
-    @contextmanager
-    def as_only_process(self) -> Iterator[None]:
-        """While it lasts, it asks no other process."""
-        with replaced(self, world=None):
-            yield
 
     # Starting
 

@@ -4,12 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from support.forward_twins import compare, inputs
-from support.oracle import assert_equal_trees, loader, trainer
 from torch import Tensor, nn
-
-from lightning_dp import DataParallelStrategy
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -44,11 +40,6 @@ def one_is_not_used(net: Any) -> None:
     (outputs[0].mean() + outputs[2].square().mean()).backward()
 
 
-def one_is_detached(net: Any) -> None:
-    outputs = outputs_of(net, inputs())
-    (outputs[0].detach().mean() * outputs[1].square().mean()).backward()
-
-
 def gradients_of_each(net: Any) -> Any:
     pairs = zip(net.heads, outputs_of(net, inputs()), strict=True)
     return [torch.autograd.grad(y.exp().mean(), list(head.parameters())) for head, y in pairs]
@@ -72,7 +63,6 @@ def in_place(net: Any) -> None:
 USES = [
     two_backwards,
     one_is_not_used,
-    one_is_detached,
     gradients_of_each,
     a_penalty_of_one,
     in_place,
@@ -83,35 +73,3 @@ USES = [
 @pytest.mark.parametrize("sizes", [(2, 3, 1), (0, 4, 2)], ids=str)
 def test_outputs_have_graphs_of_their_own(use: Any, sizes: tuple[int, ...]) -> None:
     compare(Heads, use, sizes)
-
-
-class TwoHeads(LightningModule):
-    """Weight decay moves what gets zeros in the place of None: the first head has no gradient."""
-
-    def __init__(self, gathers: bool) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(10, n) for n in (2, 3))
-        self.gathers = gathers
-
-    def forward(self, x: Tensor) -> Any:
-        return [head(x).tanh() for head in self.heads]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs = self(batch[0])
-        if self.gathers:
-            outputs = self.all_gather(outputs, sync_grads=True)
-        return outputs[1].square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
-
-
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_through_lightning(mode: Any) -> None:
-    def fit(k: int) -> Any:
-        torch.manual_seed(0)
-        module = TwoHeads(gathers=mode == "step")
-        trainer(k, DataParallelStrategy(mode=mode), precision="64-true").fit(module, loader())
-        return dict(module.state_dict())
-
-    assert_equal_trees(fit(3), fit(1), "state", atol=1e-10, rtol=0.0)

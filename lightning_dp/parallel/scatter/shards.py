@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_dp.parallel.comm import to_device_coalesced
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
@@ -105,7 +106,9 @@ def infer_for(
     sizes: set[int] = set()
     for part in _parts(batch):
         is_plain = type(part) is Tensor and part.layout is torch.strided and not part.is_nested
-        if not is_plain or not -part.dim() <= dim < part.dim() or tree.has_derivatives(part):
+        if not is_plain or part.requires_grad or not -part.dim() <= dim < part.dim():
+            break
+        if forward_ad.unpack_dual(part).tangent is not None:
             break
         sizes.add(part.shape[dim])
     else:

@@ -128,11 +128,6 @@ def _tensor_size(leaf: Tensor, dim: int) -> int | None:
     return _rows(leaf.shape, dim)
 
 
-def has_derivatives(leaf: Tensor) -> bool:
-    """Whether a tensor is part of a graph, or has a tangent of forward-mode differentiation."""
-    return leaf.requires_grad or forward_ad.unpack_dual(leaf).tangent is not None
-
-
 def _cut_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
     if leaf.is_nested or leaf.layout is not torch.strided:
         raise CannotCut("of strided layout")
@@ -143,7 +138,8 @@ def _cut_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
     ]
     # Views share a version counter: a replica that writes to its piece in place would seem to have
     # written to what the others saved for their backward. `.data` has a counter of its own.
-    return pieces if has_derivatives(leaf) else [piece.data for piece in pieces]
+    has_derivatives = leaf.requires_grad or forward_ad.unpack_dual(leaf).tangent is not None
+    return pieces if has_derivatives else [piece.data for piece in pieces]
 
 
 def _cat(leaves: Sequence[Any], dim: int) -> Any:

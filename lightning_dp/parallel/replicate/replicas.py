@@ -146,7 +146,9 @@ class Replicas:
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             others = [replica for replica in self._others if not active or replica.k in active]
-            if are_lost or self._tables.differ() or self._have_other_kinds():
+            # Of other shapes or dtypes, parameters do not fit into the memory of copies elsewhere.
+            fit = not self._have_copies or self.packing.fits(self.root_parameters)
+            if are_lost or not fit or self._tables.differ():
                 self._build()
             elif others:
                 self._copy_parameters(others, everything, frozen=parameters == "frozen")
@@ -161,10 +163,6 @@ class Replicas:
                 if replica.generators:
                     replica.seed_generators(alone=bool(active and 0 not in active))
         self._are_lost = False
-
-    def _have_other_kinds(self) -> bool:
-        """Whether a parameter has a shape or dtype for which replicas elsewhere have no memory."""
-        return self._have_copies and not self.packing.fits(self.root_parameters)
 
     def _copy_parameters(
         self, others: Sequence[Replica], everything: bool, frozen: bool = False

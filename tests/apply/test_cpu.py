@@ -6,14 +6,11 @@ import os
 import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import oracle
-
-from lightning_dp.parallel.apply import cpu
 
 SCRIPT = """
 import ctypes, gc, resource
@@ -85,16 +82,6 @@ def test_freed_memory(script: str, environment: dict[str, str]) -> None:
     command = [sys.executable, "-c", SCRIPT + script]
     done = subprocess.run(command, capture_output=True, text=True, env=own | environment)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.parametrize(("elements", "is_alone"), [(1000, True), (cpu.ALONE, False)])
-def test_an_optimizer_beside_workers_takes_one_thread(elements: int, is_alone: bool) -> None:
-    """Where its step is too short to need a team of threads."""
-    sizes = [(elements, 1), (1, 1), (2 * cpu.ALONE, None)]
-    parameters = [SimpleNamespace(numel=lambda n=n: n, grad=grad) for n, grad in sizes]
-    optimizer = SimpleNamespace(param_groups=[{"params": parameters}])
-    torch.set_num_threads(2)
-    assert cpu.optimizer_threads(optimizer) == (1 if is_alone else 2)
 
 
 class Seeing(oracle.Classifier):

@@ -25,65 +25,38 @@ pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
 
 class Trap:
-    """Where one replica gets stuck, once, after it has pressed Ctrl-C."""
+    """Where replica 1 gets stuck, once, after it has pressed Ctrl-C."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_set = True
         self.thread: threading.Thread | None = None
         self.release = threading.Event()
 
-    def hold(self, worker: str) -> None:
-        """For good, in the worker of this name; the others pass."""
-        if not self.is_set or threading.current_thread().name != worker:
-            return
-        self.is_set, self.thread = False, threading.current_thread()
-        os.kill(os.getpid(), signal.SIGINT)
-        self.wait()
-
-    def wait(self) -> None:
-        self.release.wait()  # stuck
-
-
-class BusyTrap(Trap):
-    """Stuck in Python: such a replica can be ended, once it has been left behind."""
-
-    def wait(self) -> None:
-        while not self.release.is_set():  # stuck
-            pass
-
-
-@pytest.fixture(autouse=True)
-def hangs_end_the_tests() -> Iterator[None]:
-    faulthandler.dump_traceback_later(120, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+    def hold(self, *, in_python: bool = False) -> None:
+        """For good; one that is stuck in Python can be ended, once it has been left behind."""
+        if self.is_set and threading.current_thread().name == "dp-replica-1":
+            self.is_set, self.thread = False, threading.current_thread()
+            os.kill(os.getpid(), signal.SIGINT)
+            while in_python and not self.release.is_set():
+                pass
+            self.release.wait()  # stuck
 
 
 @pytest.fixture
 def trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
-    yield from set_trap(Trap(), monkeypatch)
-
-
-@pytest.fixture
-def busy_trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
-    yield from set_trap(BusyTrap(), monkeypatch)
-
-
-def set_trap(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
     monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)
-    others = set(threading.enumerate())
+    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends the tests
+    others, trap = set(threading.enumerate()), Trap()
     yield trap
     trap.release.set()
     # On a busy machine the replicas beside it have been left behind, too.
     assert soon(lambda: trap.thread is None or not set(threading.enumerate()) - others)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def tasks_of(*calls: Callable[[], Any]) -> list[Task]:
     devices = devices_of(len(calls))
-    return [
-        Task(k, devices[k], call, partial(", samples of {}".format, k))
-        for k, call in enumerate(calls)
-    ]
+    return [Task(k, devices[k], call, lambda: ", forward") for k, call in enumerate(calls)]
 
 
 def named(caplog: Any) -> str:
@@ -97,13 +70,11 @@ def test_an_interrupt_names_the_replica_and_its_line_and_leaves_it_behind(
     trap: Trap, caplog: Any
 ) -> None:
     executor = Executor(devices_of(3), "threads")
-    trap.is_set = True
-    hold = partial(trap.hold, "dp-replica-1")
     with pytest.raises(KeyboardInterrupt):
-        executor.run("work", tasks_of(int, hold, int))
+        executor.run("work", tasks_of(int, trap.hold, int))
     text = named(caplog)
-    assert f"replica 1 on {names_of(3)[1]}, samples of 1" in text
-    assert __file__ in text and "in wait\n    self.release.wait()  # stuck" in text
+    assert f"replica 1 on {names_of(3)[1]}, forward" in text
+    assert __file__ in text and "in hold\n    self.release.wait()  # stuck" in text
     assert trap.thread is not None and trap.thread.is_alive()
     # A later run has threads of its own.
     threads = executor.run("work", tasks_of(*[threading.current_thread] * 3))
@@ -112,15 +83,13 @@ def test_an_interrupt_names_the_replica_and_its_line_and_leaves_it_behind(
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_replica_that_is_stuck_in_python_is_ended(busy_trap: Trap, caplog: Any) -> None:
+def test_a_replica_that_is_stuck_in_python_is_ended(trap: Trap, caplog: Any) -> None:
     executor = Executor(devices_of(2), "threads")
-    busy_trap.is_set = True
     with pytest.raises(KeyboardInterrupt):
-        executor.run("work", tasks_of(int, partial(busy_trap.hold, "dp-replica-1")))
+        executor.run("work", tasks_of(int, partial(trap.hold, in_python=True)))
     executor.close()
     assert named(caplog)
-    assert soon(lambda: not busy_trap.thread.is_alive())
-    assert not busy_trap.release.is_set()
+    assert soon(lambda: not trap.thread.is_alive()) and not trap.release.is_set()
 
 
 def test_a_second_interrupt_is_raised_at_once(
@@ -128,7 +97,6 @@ def test_a_second_interrupt_is_raised_at_once(
 ) -> None:
     monkeypatch.setattr(worker, "GRACE_SECONDS", 1e6)
     executor, calls = Executor(devices_of(2), "threads"), Calls()
-    trap.is_set = True
 
     def press_again() -> None:
         if soon(lambda: calls.broken is not None):
@@ -138,66 +106,40 @@ def test_a_second_interrupt_is_raised_at_once(
     finger = threading.Thread(target=press_again)
     finger.start()
     with pytest.raises(KeyboardInterrupt):
-        executor.run("work", tasks_of(int, partial(trap.hold, "dp-replica-1")), calls=calls)
+        executor.run("work", tasks_of(int, trap.hold), calls=calls)
     executor.close()
     finger.join()
     assert named(caplog)
 
 
-# In the modes
-
-
 class Stuck(Classifier):
-    """Replica 1 gets stuck in the second batch."""
+    """Replica 1 gets stuck; where replicas meet, they have workers in order too."""
 
     trap: Trap | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        self.trainer.strategy.barrier()
         if self.trap is not None:
-            self.trap.hold("dp-replica-1")
+            self.trap.hold()
         return self.net(x)
 
 
-class Meeting(Stuck):
-    """Where replicas meet, they have workers in order too."""
-
-    def loss(self, batch: Any) -> Tensor:
-        if self.trap is not None:
-            self.trainer.strategy.barrier()
-        return super().loss(batch)
-
-
-def fit(make: Callable[[], Stuck], mode: str, executor: str, trap: Trap | None) -> oracle.Run:
+def fit(devices: int, strategy: Any, trap: Trap | None = None) -> oracle.Run:
     torch.manual_seed(0)
-    module = make()
-    strategy = DataParallelStrategy(mode=mode, executor=executor)
-    job = oracle.trainer(3, strategy, precision="64-true", num_sanity_val_steps=0)
+    module, job = Stuck(), oracle.trainer(devices, strategy, precision="64-true", max_epochs=1)
     module.trap = trap
     job.fit(module, loader(), loader())
     return oracle.Run(module, job)
 
 
-FITS = [
-    pytest.param(Stuck, "step", "threads", id="step"),
-    pytest.param(Stuck, "forward", "threads", id="forward"),
-    pytest.param(Meeting, "step", "inorder", id="step in order"),
-]
-
-
-@pytest.mark.parametrize(("make", "mode", "executor"), FITS)
+@pytest.mark.parametrize(("mode", "executor"), [("forward", "threads"), ("step", "inorder")])
 @pytest.mark.usefixtures("unchecked")
 def test_a_fit_ends_and_another_one_is_right(
-    make: Callable[[], Stuck], mode: str, executor: str, trap: Trap, caplog: Any
+    mode: str, executor: str, trap: Trap, caplog: Any
 ) -> None:
     caplog.set_level(logging.WARNING, "lightning_dp")
-    trap.is_set = True
+    options = {"mode": mode, "executor": executor}
     with pytest.raises(SystemExit):  # Lightning's way to end a run that was interrupted
-        fit(make, mode, executor, trap)
-    text = named(caplog)
-    assert "replica 1" in text and "self.release.wait()  # stuck" in text
-    again = fit(make, mode, executor, trap)
-    torch.manual_seed(0)
-    one = make()
-    job = oracle.trainer(1, precision="64-true", num_sanity_val_steps=0)
-    job.fit(one, loader(), loader())
-    assert_same(again, oracle.Run(one, job))
+        fit(3, DataParallelStrategy(**options), trap)
+    assert "self.release.wait()  # stuck" in named(caplog)
+    assert_same(fit(3, DataParallelStrategy(**options), trap), fit(1, "auto"))

@@ -41,16 +41,11 @@ def enable(device_count: int = DEFAULT_DEVICE_COUNT) -> None:
     and a module that moves between the CPU and a simulated device keeps its parameter objects, as
     with GPUs.
 
-    Args:
-        device_count: how many devices, 1 to 127.
-
     Raises:
-        ValueError: ``device_count`` is not in that range.
+        ValueError: ``device_count`` is not in 1 to 127.
         RuntimeError: devices were enabled before with another count; another out-of-tree backend
             is in use; or ninja or a compiler is missing.
     """
-    if type(device_count) is not int:
-        raise TypeError(f"device_count: expected an int, got {device_count!r}.")
     if not 1 <= device_count <= MAX_DEVICE_COUNT:
         raise ValueError(
             f"device_count: expected 1 to {MAX_DEVICE_COUNT} devices, got {device_count}."

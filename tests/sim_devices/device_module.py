@@ -38,16 +38,6 @@ class RaceError(RuntimeError):
     """Two accesses to memory that nothing orders, or memory that was let go too early."""
 
 
-class DeviceProperties(NamedTuple):
-    """Name and memory of a device: its limit, or the host's memory where there is none."""
-
-    name: str
-    total_memory: int
-    multi_processor_count: int = 1
-    major: int = 0
-    minor: int = 0
-
-
 class CopyStats(NamedTuple):
     """Copies from one device to another: how many, and their bytes at the source."""
 
@@ -115,13 +105,6 @@ class device(torch.accelerator.device_index):
     def __init__(self, device: DeviceLike) -> None:
         none = device is None or (isinstance(device, int) and device < 0)
         super().__init__(None if none else _index(device))
-
-
-def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
-    """Returns name and memory of ``device``."""
-    index = _index(device)
-    memory = int(_extension.loaded.total_memory(index))
-    return DeviceProperties(f"Simulated device {index}", memory)
 
 
 # --- streams ---
@@ -207,11 +190,6 @@ def reset_copy_stats() -> None:
 
 
 # --- random numbers ---
-
-
-def manual_seed(seed: int) -> None:
-    """Seeds the current device's generator. Equal seeds give the same numbers everywhere."""
-    default_generators[current_device()].manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:

@@ -10,30 +10,34 @@ import sys
 from typing import Any
 
 VERBS = {
-    "train": (
-        "lightning_dp.app.jobs:train_main",
-        "train and test (the default); Hydra's overrides",
-    ),
-    "evaluate": (
-        "lightning_dp.app.jobs:evaluate_main",
-        "test what a training has left: run=FOLDER",
-    ),
-    "convert": ("lightning_dp.checkpointing.convert", "rename the weights in a checkpoint file"),
-    "doctor": ("lightning_dp.doctor", "do this machine's devices give one device's numbers"),
-    "env": ("lightning_dp.doctor:env", "versions and devices, to be pasted into a report"),
+    "train": "lightning_dp.app.jobs:train_main",
+    "evaluate": "lightning_dp.app.jobs:evaluate_main",
+    "convert": "lightning_dp.checkpointing.convert:main",
+    "doctor": "lightning_dp.doctor:main",
+    "env": "lightning_dp.doctor:env",
 }
-"""For each verb the module that runs it, with the function unless that is `main`, and its help."""
+"""For each verb the module and the function that runs it."""
 
-_WORD = re.compile(r"[\w-]+")  # no override, and no option of Hydra
+HELP = """\
+usage: lightning-dp [VERB] ...   or   python -m lightning_dp [VERB] ...
+
+  train     train and test (the default); Hydra's overrides
+  evaluate  test what a training has left: run=FOLDER
+  convert   rename the weights in a checkpoint file
+  doctor    do this machine's devices give one device's numbers
+  env       versions and devices, to be pasted into a report
+
+  lightning-dp experiment=digits trainer.devices=2   trains
+  lightning-dp VERB --help                           options of a verb"""
 
 
 def main() -> Any:
     """Entry point of the command line; returns the exit status, None for 0."""
     verb = "train"
     if sys.argv[1:] in (["--help"], ["-h"], ["help"]):
-        print(_help())
+        print(HELP)
         return 0
-    if len(sys.argv) > 1 and _WORD.fullmatch(sys.argv[1]) and not sys.argv[1].startswith("-"):
+    if len(sys.argv) > 1 and re.fullmatch(r"\w[\w-]*", sys.argv[1]):  # no override, no option
         # Programs read their own options; child processes of a training start as trainings.
         verb = sys.argv.pop(1)
     if verb not in VERBS:
@@ -44,22 +48,8 @@ def main() -> Any:
             file=sys.stderr,
         )
         return 2
-    module, _, function = VERBS[verb][0].partition(":")
-    return getattr(importlib.import_module(module), function or "main")()
-
-
-def _help() -> str:
-    lines = [f"  {verb:10}{text}" for verb, (_, text) in VERBS.items()]
-    return "\n".join(
-        [
-            "usage: lightning-dp [VERB] ...   or   python -m lightning_dp [VERB] ...",
-            "",
-            *lines,
-            "",
-            "  lightning-dp experiment=digits trainer.devices=2   trains",
-            "  lightning-dp VERB --help                           options of a verb",
-        ]
-    )
+    module, function = VERBS[verb].split(":")
+    return getattr(importlib.import_module(module), function)()
 
 
 if __name__ == "__main__":

@@ -150,10 +150,7 @@ def _best_of(trainer: Trainer) -> str | None:
     A resumed training that had no better epoch names the file of the run before, which may be gone.
     """
     best: str = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    if best and "://" not in best and not Path(best).exists():
-        log.warning("the best checkpoint, %s, does not exist: the last weights are tested", best)
-        return None
-    return best or None
+    return best if best and ("://" in best or Path(best).exists()) else None
 
 
 # Evaluation

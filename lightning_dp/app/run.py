@@ -157,7 +157,4 @@ class InterruptedCheckpoint(Callback):
         batches = trainer.fit_loop.epoch_loop.batch_progress
         is_through = batches.is_last_batch and batches.current.completed == batches.current.ready
         if is_alone and trainer.global_step > 0 and not is_dry and not is_through:
-            try:
-                trainer.save_checkpoint(self.path, weights_only=False)
-            except OSError as error:  # the error that ended the training is reported, not this
-                log.warning("%s was not written: %s", self.path, error)
+            trainer.save_checkpoint(self.path, weights_only=False)

@@ -66,8 +66,7 @@ class DataParallelMonitor(Callback):
         count, steps = self.total.in_turns, self.total.steps
         if not count or 2 * count < steps:
             return None
-        which = "all" if count == steps else f"{count:,} of {steps:,}"
-        return f"The replicas took turns in {which} steps: while one works, the others wait."
+        return f"The replicas took turns in {count:,} of {steps:,} steps: the others wait."
 
     def summary(self) -> list[DeviceSummary]:
         """What each replica did in the latest fit: a row for each, root first; see `DeviceSummary`.

@@ -176,7 +176,8 @@ def test_it_says_that_replicas_took_turns(name: str) -> None:
     options, of_trainer = TURNS[name]
     strategy = DataParallelStrategy(**options)
     monitor = watched(module=Forward(), strategy=strategy, max_epochs=1, **of_trainer)
-    note = "The replicas took turns in all steps: while one works, the others wait."
+    count = monitor.total.steps
+    note = f"The replicas took turns in {count} of {count} steps: the others wait."
     assert monitor.note == str(monitor).splitlines()[-1] == note
     assert note in monitor._repr_mimebundle_()["text/html"]
 

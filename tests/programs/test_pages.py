@@ -91,16 +91,6 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 @each_guide
-def test_python_blocks_are_a_script_that_prints_nothing_else(
-    page: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    found = blocks(page.read_text(), "python")
-    printed = script("\n".join(b.code for b in found), tmp_path, environment, page.name)
-    compare(printed, "".join(block.prints or "" for block in found), page.name)
-
-
-@pytest.mark.slow
-@each_guide
 def test_commands_run(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     for block in blocks(page.read_text(), "bash"):
         where = f"{page.name}:{block.line}"

@@ -361,10 +361,10 @@ class Merge:
             return
         kept = {len(now) - len(tail) for now, tail in zip(after, tails, strict=True)}
         if kept == {len(before[0])}:
-            for i, old in enumerate(before[0]):
-                if is_container(old):
-                    each = [[own[i] for own in owners] for owners in (before, after)]
-                    yield from self.into((*path, i), *each, root[i])
+            for i, item in enumerate(before[0]):
+                if is_container(item):
+                    old, new = [own[i] for own in before], [own[i] for own in after]
+                    yield from self.into((*path, i), old, new, root[i])
         if any(tails):
             for _ in tails[0] if root is after[0] else ():
                 root.pop()

@@ -164,11 +164,11 @@ class DataParallelMonitor(Callback):
         period, self._unlogged = self._unlogged, Period()
         values: dict[tuple[str, ...], float] = {}
         for k, name in enumerate(self.replicas):
-            path = "dp", *name.replace(":", "_").split("/")  # MLflow refuses ":" on Windows
+            path = ("dp", *name.replace(":", "_").split("/"))  # MLflow refuses ":" on Windows
             for what in ("samples", "busy_seconds", "waiting_seconds"):
-                values[(*path, what)] = getattr(period, what)[k] / period.steps
+                values |= {(*path, what): getattr(period, what)[k] / period.steps}
             if period.peak_bytes[k]:
-                values[(*path, "peak_MiB")] = period.peak_bytes[k] / 2**20
+                values |= {(*path, "peak_MiB"): period.peak_bytes[k] / 2**20}
         for logger in trainer.loggers:
             row = {logger.group_separator.join(path): value for path, value in values.items()}
             # Lightning's own rows count steps so: a logger gets them in order.

@@ -174,17 +174,7 @@ class RecordedMetric:
         return self._copy
 
 
-class _Plain(Metric):
-    """Has the attributes that every metric has, and no others."""
-
-    def update(self) -> None:
-        pass
-
-    def compute(self) -> None:
-        pass
-
-
-_OF_EVERY_METRIC = frozenset({*vars(_Plain()), *_METHODS})
+_OF_EVERY_METRIC = frozenset({*vars(SumMetric()), *_METHODS})
 
 
 def _detached_copy(leaf: Any) -> Any:

@@ -99,17 +99,6 @@ def test_commands_run(page: Path, tmp_path: Path, environment: dict[str, str]) -
             compare(printed, block.prints, where)
 
 
-def test_a_page_that_is_wrong_is_noticed() -> None:
-    text = "```python\nprint(12)\nprint(3)\n```\n\n```text\n1...\n3\n```\n"
-    right, wrong = blocks(text), blocks(text.replace("...", "1"))
-    run_python(right[0], {}, "right")
-    with pytest.raises(AssertionError, match="wrong says"):
-        run_python(wrong[0], {}, "wrong")
-    assert not blocks("<!-- not run: needs a GPU -->\n" + text)
-    with pytest.raises(AssertionError, match=r"noisy prints:\nFutureWarning: soon$"):
-        without_noise("a line\nFutureWarning: soon\n", "noisy")
-
-
 # --- the README in a fresh clone and a fresh environment ------------------------------------------
 
 

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch
 import pytest
-import pytorch_lightning
 import torch
-from support.oracle import QUIET, Classifier, assert_same, loader, run, trainer
+from support.oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import lightning_dp.pytorch_lightning
 from lightning_dp import DataParallelStrategy
 
 
@@ -142,40 +139,24 @@ class PastForward(Classifier):
         return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
-def test_a_step_that_spreads_nothing_is_told_once() -> None:
-    job = trainer(2, DataParallelStrategy(mode="forward"))
-    with pytest.warns(UserWarning) as told:
-        job.fit(PastForward(), loader(), loader())
-    (text,) = [str(w.message) for w in told if "spread" in str(w.message)]
-    assert "training_step" in text and "parallel_modules=['net', 'head']" in text
+class Numbers(Classifier):
+    def forward(self, n: int) -> Tensor:
+        return self.net(torch.ones(n, 10))
 
-
-def test_calls_without_anything_to_cut_are_told() -> None:
-    class Numbers(Classifier):
-        def forward(self, n: int) -> Tensor:
-            return self.net(torch.ones(n, 10))
-
-        def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self(len(batch[0])), batch[1])
-
-    job = trainer(2, DataParallelStrategy(mode="forward"))
-    with pytest.warns(UserWarning, match=r"Numbers.training_step: .*have a row per sample"):
-        job.fit(Numbers(), loader(), loader())
-
-
-# Names
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(len(batch[0])), batch[1])
 
 
 @pytest.mark.parametrize(
-    "package", [lightning.pytorch, pytorch_lightning], ids=lambda p: p.__name__
+    ("make", "why"),
+    [
+        (PastForward, "parallel_modules=['net', 'head']"),
+        (Numbers, "Numbers.training_step: expected calls that are spread"),
+    ],
 )
-@pytest.mark.parametrize("name, mode", [("dp_custom", "step"), ("dp_custom_forward", "forward")])
-def test_each_mode_has_a_name_in_each_package(package: Any, name: str, mode: str) -> None:
-    job = package.Trainer(strategy=name, accelerator="cpu", devices=2, **QUIET)
-    own = {lightning.pytorch: DataParallelStrategy}.get(
-        package, lightning_dp.pytorch_lightning.DataParallelStrategy
-    )
-    assert type(job.strategy) is own
-    registry = package.strategies.StrategyRegistry
-    own.register_strategies(registry)  # again, as when a notebook's cell is run again
-    assert job.strategy._mode_name == mode
+def test_a_step_that_spreads_nothing_is_told_once(make: Any, why: str) -> None:
+    job = trainer(2, DataParallelStrategy(mode="forward"))
+    with pytest.warns(UserWarning) as told:
+        job.fit(make(), loader(), loader())
+    (text,) = [str(w.message) for w in told if "spread" in str(w.message)]
+    assert "training_step" in text and why in text

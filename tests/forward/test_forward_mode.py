@@ -115,21 +115,6 @@ def test_losses_over_the_whole_batch_are_exact(devices: int, options: dict[str, 
     assert_same(actual, run(WholeBatch, 1, max_epochs=2))
 
 
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 1e-10),
-        ({"precision": "bf16-mixed"}, 5e-2),
-    ],
-    ids=str,
-)
-def test_options_of_the_trainer(options: dict[str, Any], tolerance: float) -> None:
-    if "precision" not in options:
-        torch.set_default_dtype(torch.float64)
-    actual = run(WholeBatch, 3, strategy=forward_mode(), max_epochs=1, **options)
-    assert_same(actual, run(WholeBatch, 1, max_epochs=1, **options), atol=tolerance, rtol=tolerance)
-
-
 # Places
 
 

@@ -422,7 +422,7 @@ class SuspendedHooks:
         """
         self._hooks = [(p, hooks) for p, hooks in self._hooks if p.grad is not None]
         for parameter, hooks in self._hooks:
-            gradient = parameter.grad
+            gradient: Any = parameter.grad
             for hook in (hooks.on_gradient or {}).values():
                 answer = hook(gradient)
                 gradient = gradient if answer is None else answer

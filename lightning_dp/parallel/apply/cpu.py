@@ -1,12 +1,8 @@
-"""On the CPU: memory that a step frees stays for the next one, and the optimizer takes one thread.
+"""On the CPU: memory that a step frees stays for the next one.
 
 [Note: kept memory] By default glibc returns large blocks to the system at the end of each step and
 maps them again in the next one, page by page, for which the threads of a process queue: two
 replicas of a small convolutional net took a quarter longer than two processes of one each.
-
-[Note: one thread for the optimizer] An operation on more than 32,768 elements wakes a team of
-OpenMP threads, which spin for some milliseconds before they sleep. After the optimizer's step they
-would spin beside the workers, whose next step took up to a third longer.
 """
 
 from __future__ import annotations
@@ -14,15 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from itertools import chain
-from typing import Any
 from weakref import finalize
-
-import torch
 
 KEPT_BYTES = 2**30  # the most that a process keeps at the end of its heap
 LARGEST_BYTES = 2**25  # larger blocks are mapped by themselves; glibc takes no higher threshold
-ALONE = 2**23  # with more elements, a team of threads saves more than it costs
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _open: set[object] = set()
@@ -57,10 +48,3 @@ def _is_adjustable() -> bool:
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     is_set = is_set or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     return platform.libc_ver()[0] == "glibc" and not is_set
-
-
-def optimizer_threads(optimizer: Any) -> int:
-    """How many torch threads the step of an optimizer on the CPU takes beside workers."""
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    total = sum([p.numel() for p in parameters if p.grad is not None])
-    return 1 if total <= ALONE else torch.get_num_threads()

@@ -123,6 +123,7 @@ class Call(ABC):
     """
 
     reports_loss = True  # the loss is the user's own, and not made by the check
+    compares_attributes = False  # that the call binds on modules
     counts_items = False  # the call says over how many items its loss is a mean
 
     def __init__(
@@ -235,7 +236,8 @@ class Call(ABC):
                 loss, rest = self.parse(output)
                 if loss is not None and loss.requires_grad:
                     loss.backward()
-            return {**values, **self._values(loss, rest, snapshot.changes())}
+            changes = snapshot.changes(attributes=self.compares_attributes)
+            return {**values, **self._values(loss, rest, changes)}
         finally:
             snapshot.restore()
 
@@ -546,6 +548,10 @@ _WHY = {
     "list": (
         "The items that the step leaves in {} are not rows or means over samples. Append rows, or "
         "say how items are joined by gather_overrides."
+    ),
+    "attribute": (
+        "Of {} the value on the first replica is kept. Return it, to have it joined, or use one "
+        "device."
     ),
     "buffer": (
         "Buffers that the step writes ({}) keep what the first replica left. Write what follows "

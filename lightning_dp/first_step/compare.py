@@ -25,6 +25,7 @@ NAMES = {
     "output": "output{}",
     "list": "the items of {}",
     "state": "{}",
+    "attribute": "{}",
     "buffer": "buffer {}",
     "parameter": "parameter {}",
     "logger": "calls of self.logger.{}",

@@ -38,6 +38,7 @@ class FirstCalls:
         always: whether also modules are checked that `"auto"` leaves out.
         report: receives each report.
         around: what is recorded and put back around a call, see `Call`.
+        attributes: whether those that a call binds on modules are compared.
         seen: the paths of the calls that were checked, and whether they trained.
     """
 
@@ -46,6 +47,7 @@ class FirstCalls:
     always: bool
     report: Callable[[Report], object]
     around: dict[str, Any] = field(default_factory=dict)
+    attributes: bool = True
     seen: set[tuple[str, bool]] = field(default_factory=set)
 
     def before(
@@ -69,7 +71,9 @@ class FirstCalls:
 
             def make_call() -> Call:
                 own = self.make_engine(lambda n: sizes)
-                return ForwardCall(path, num_args, own, sizes, part, **self.around)
+                call = ForwardCall(path, num_args, own, sizes, part, **self.around)
+                call.compares_attributes = self.attributes
+                return call
 
             check(make_call, report)
         self.seen.add(kind)

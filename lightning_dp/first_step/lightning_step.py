@@ -105,6 +105,7 @@ class FirstSteps:
             always=self.option is True,
             report=self._found,
             around=_around(self.trainer),
+            attributes=False,  # the mode names those
         )
 
     def _found(self, report: Report) -> None:

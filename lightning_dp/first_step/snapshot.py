@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from types import FunctionType, SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ _LIBRARIES = {
 """Packages whose objects are not entered: no Trainer, lock, thread, file or logger."""
 _ENTERED = (nn.Module, LRScheduler, SimpleNamespace, argparse.Namespace)
 """Their objects are, though."""
-_ATOMS = (str, bytes, int, float, complex, type(None), type, FunctionType, torch.dtype)
+_ATOMS = (str, bytes, int, float, complex, type(None), type, torch.dtype)
 _CONTAINERS = (dict, list, deque, set)
 _MOVES_ON = Iterator, io.IOBase, random.Random, np.random.Generator, np.random.RandomState
 
@@ -46,8 +46,9 @@ class ModuleSnapshot:
     """The state of a module, of all objects that it refers to, and of random generators.
 
     One walk from the module, and from `others` such as optimizers, finds tensors and arrays, whose
-    values are copied to the CPU, and containers and objects, of which is kept what they hold. What
-    is outside of the module (files, global lists, objects of libraries) is not seen.
+    values are copied to the CPU, and containers and objects, of which is kept what they hold. So
+    are lists and dicts that a hook appends to, though they are outside of the module. What else is
+    there (files, objects of libraries) is not seen.
 
     Until `end`, gradients are None and hooks of parameters do not fire.
 
@@ -81,10 +82,11 @@ class ModuleSnapshot:
         self._hooks = SuspendedHooks(self._parameters)
         self._gradients = StashedGradients(self._parameters)
 
-    def changes(self) -> dict[tuple[str, str], Any]:
+    def changes(self, *, attributes: bool = False) -> dict[tuple[str, str], Any]:
         """What differs on the module now, by kind and place, as detached copies on the CPU.
 
-        Attributes that a step sets on modules are left out: the value of replica 0 is kept by rule.
+        Args:
+            attributes: those that were bound on modules, too. A Trainer's mode names them itself.
         """
         names = {id(p): ("parameter", name) for name, p in self.module.named_parameters()}
         names |= {id(b): ("buffer", name) for name, b in self.module.named_buffers()}
@@ -98,15 +100,20 @@ class ModuleSnapshot:
             elif isinstance(node, Tensor | np.ndarray):
                 if not _is_equal(_memory(node), before):
                     changed[kind, name] = copy_to_cpu(node)
+            elif path.endswith(".__dict__"):  # a parameter's
+                for key, value in node.items():
+                    if value is not before.get(key, self):
+                        changed["attribute", path.replace("__dict__", key)] = copy_to_cpu(value)
             elif isinstance(node, _CONTAINERS):
                 now = _of_no_device(node)
                 if _ids(now) != _ids(_of_no_device(before)):
                     ordered = sorted(now, key=repr) if isinstance(now, set) else list(now)
                     changed["list", path] = copy_to_cpu(now if isinstance(now, dict) else ordered)
-            elif not isinstance(node, nn.Module):
+            elif not isinstance(node, nn.Module) or (attributes and _is_own(node)):
+                kind = "attribute" if isinstance(node, nn.Module) else "state"
                 for key, value in vars(node).items():
                     if not isinstance(value, _CONTAINERS) and value is not before.get(key, self):
-                        changed["state", f"{path}.{key}"] = copy_to_cpu(value)
+                        changed[kind, f"{path}.{key}"] = copy_to_cpu(value)
         return changed
 
     def restore(self) -> None:
@@ -173,7 +180,7 @@ class ModuleSnapshot:
 
     def _keep_items(self, owner: Any, items: Any) -> None:
         """Keeps which objects are in a container, not what is in them."""
-        before: Any = dict(items) if isinstance(items, dict) else list(items)
+        before: Any = dict(dict.items(items)) if isinstance(items, dict) else list(items)
         self._before[id(owner)] = before
 
         def restore() -> None:
@@ -213,16 +220,37 @@ def _walk(*roots: Any) -> Iterator[tuple[str, Any]]:
 def _held_by(node: Any) -> list[tuple[str, Any]]:
     """The objects that an object holds, each with how Python reaches it from there."""
     if isinstance(node, dict):
-        return [(f"[{key!r}]", value) for key, value in node.items()]
+        return [(f"[{key!r}]", value) for key, value in dict.items(node)]
     if isinstance(node, (*_CONTAINERS, tuple, frozenset)):
         return [(f"[{i}]", value) for i, value in enumerate(node)]
     if isinstance(node, Optimizer):  # its state changes only where it steps
         return [(".param_groups", node.param_groups)]
+    if isinstance(node, nn.Parameter):  # per-sample gradients, as libraries keep them there
+        return [(".__dict__", vars(node))]
+    if isinstance(node, FunctionType):
+        return _known_to(node)
     if not _is_entered(node):
         return []
     tables = _tables(node)  # parameters, buffers and modules are attributes, hooks are functions
     own = [item for item in vars(node).items() if not any(item[1] is table for table in tables)]
-    return [(f".{key}", value) for key, value in chain(*(t.items() for t in tables), own)]
+    items = chain(*(t.items() for t in tables), own)
+    return [(f".{key}" if isinstance(key, str) else ".<hook>", value) for key, value in items]
+
+
+def _known_to(function: FunctionType) -> list[tuple[str, Any]]:
+    """The plain containers that a function names: in its closure, or in its module."""
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    known = dict(zip(names, [_content(cell) for cell in cells], strict=True))
+    of_module = function.__globals__
+    known |= {n: of_module[n] for n in function.__code__.co_names if n in of_module}
+    return [(f".{name}", value) for name, value in known.items() if type(value) in _CONTAINERS]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
 
 
 def _tables(node: Any) -> list[dict[Any, Any]]:
@@ -235,12 +263,18 @@ def _is_entered(node: Any) -> bool:
     """Whether an object's attributes may be a step's."""
     if isinstance(node, Tensor | Optimizer) or not isinstance(getattr(node, "__dict__", 0), dict):
         return False
-    return isinstance(node, _ENTERED) or type(node).__module__.split(".")[0] not in _LIBRARIES
+    return isinstance(node, _ENTERED) or _is_own(node)
+
+
+def _is_own(node: Any) -> bool:
+    """Whether its class is the user's."""
+    return type(node).__module__.split(".")[0] not in _LIBRARIES
 
 
 def _ids(items: Any) -> list[int]:
     """Which objects are in a container."""
-    return list(map(id, chain(items, items.values()) if isinstance(items, dict) else items))
+    # Of dict itself: an OrderedDict's subclass may make new values in its __getitem__.
+    return list(map(id, chain(items, dict.values(items)) if isinstance(items, dict) else items))
 
 
 def _of_no_device(items: Any) -> Any:

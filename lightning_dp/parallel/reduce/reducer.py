@@ -329,7 +329,7 @@ class Backward:
         self.gradient = gradient
         self._rows, self._world = replicas.parameters, world
         root = self._rows[0]
-        self._hooks = SuspendedHooks(root)
+        self._hooks = SuspendedHooks(root) if hooked(root) else None
         # What earlier backwards have left, where it must not be mixed with this one's sums.
         self._earlier: StashedGradients | None = None
         if can_be_undone or self._hooks or world is not None:
@@ -351,12 +351,14 @@ class Backward:
             from lightning_dp.parallel.processes import sum_gradients
 
             sum_gradients(self._rows[0], self._world)
-        self._hooks.put_back()
-        self._hooks.call_with_gradients()
+        if self._hooks is not None:
+            self._hooks.put_back()
+            self._hooks.call_with_gradients()
         if self._earlier is not None:  # until here it could still be undone
             self._earlier.add()
             self._earlier = None
-        self._hooks.call_after_accumulation()
+        if self._hooks is not None:
+            self._hooks.call_after_accumulation()
 
     def abort(self) -> None:
         """Gives the root its earlier gradients and its hooks back, once.
@@ -366,7 +368,8 @@ class Backward:
         if self._earlier is not None:
             self._earlier.put_back()
             self._earlier = None
-        self._hooks.put_back()
+        if self._hooks is not None:
+            self._hooks.put_back()
 
     def discard(self) -> None:
         """Drops what it has left on the replicas; autograd's threads have to be done."""
@@ -404,10 +407,6 @@ class SuspendedHooks:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._hooks = [(parameters[i], take_hooks_off(parameters[i])) for i in hooked(parameters)]
         self._are_off = True
-
-    def __len__(self) -> int:
-        """How many parameters have hooks."""
-        return len(self._hooks)
 
     def put_back(self) -> None:
         """Autograd calls them again."""

@@ -121,7 +121,8 @@ class DataParallel(nn.Module, Generic[Module]):
         self.last_sizes: tuple[int, ...] = ()
         self._split, self._weights = split, weights
         self._policy()  # raises for a wrong number of weights
-        self._options = {"buffers": buffers, "executor": executor, "overrides": gather_overrides}
+        own = {"buffers": buffers, "executor": executor, "overrides": gather_overrides}
+        self._options: dict[str, Any] = own
         self._check_first_call: bool | Literal["auto"] = check_first_call
         self._latest = SimpleNamespace(report=None)  # what the check has found
         self._engine: ForwardParallel | None = None

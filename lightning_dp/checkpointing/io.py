@@ -90,7 +90,9 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
         check_choice("on_save", on_save, ("strip", "add", "keep"))
         check_choice("on_load", on_load, ("auto", "keep"))
         super().__init__()
-        self.checkpoint_io = AtomicTorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        self.checkpoint_io: Any = (
+            AtomicTorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        )
         if getattr(self.checkpoint_io, "checkpoint_io", self) is None:  # AsyncCheckpointIO(), say
             self.checkpoint_io.checkpoint_io = AtomicTorchCheckpointIO()
         self.on_save, self.on_load, self.prefixes = on_save, on_load, prefixes

@@ -208,7 +208,7 @@ def test_copies_between_devices_are_counted() -> None:
     y.copy_(x)
     x.clone()  # within a device
     y.cpu()
-    found = {pair: (stats.count, stats.bytes) for pair, stats in torch.sim.copy_stats().items()}
+    found = {pair: (stats.copies, stats.bytes) for pair, stats in torch.sim.copy_stats().items()}
     assert found == {
         ("cpu", "sim:1"): (1, 400),
         ("sim:1", "sim:3"): (2, 800),

@@ -41,7 +41,7 @@ class RaceError(RuntimeError):
 class CopyStats(NamedTuple):
     """Copies from one device to another: how many, and their bytes at the source."""
 
-    count: int
+    copies: int
     bytes: int
 
 

@@ -90,11 +90,10 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
         check_choice("on_save", on_save, ("strip", "add", "keep"))
         check_choice("on_load", on_load, ("auto", "keep"))
         super().__init__()
-        self.checkpoint_io: Any = (
-            AtomicTorchCheckpointIO() if checkpoint_io is None else checkpoint_io
-        )
-        if getattr(self.checkpoint_io, "checkpoint_io", self) is None:  # AsyncCheckpointIO(), say
-            self.checkpoint_io.checkpoint_io = AtomicTorchCheckpointIO()
+        inner: Any = AtomicTorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        if getattr(inner, "checkpoint_io", self) is None:  # AsyncCheckpointIO(), say
+            inner.checkpoint_io = AtomicTorchCheckpointIO()
+        self.checkpoint_io = inner
         self.on_save, self.on_load, self.prefixes = on_save, on_load, prefixes
 
     def save_checkpoint(

@@ -712,7 +712,7 @@ MUTANTS = [
         "forward",
         _of("forward:ForwardParallel._stop_spreading"),
         "self._spread.close()",
-        "pass",
+        "self.kept = self._spread",
         "after a step the module calls its own forward",
         ("tests/forward", "tests/drop_in"),
     ),

@@ -264,6 +264,7 @@ def test_a_wrapper_is_its_module(wrap: Any, make: Any, use: Any, options: dict[s
     one.to(CPU)  # as the other is moved: recurrent layers then compute their weights once more
     assert_equal_trees(use(wrapper), use(one), "results", **EXACT)
     assert_same_module(wrapper, one)
+    assert "forward" not in vars(net), "a call of the module itself is not spread"
 
 
 # More than one wrapper, and layouts and dtypes

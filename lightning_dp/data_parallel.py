@@ -235,6 +235,7 @@ def data_parallel(
         module_kwargs: its named arguments.
 
     Example:
+        >>> import torch
         >>> data_parallel(nn.Linear(3, 2), torch.randn(5, 3), ["cpu", "cpu"]).shape
         torch.Size([5, 2])
     """

@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         "minimax-ignores-fixed",
         "split",
-        _of("split.arithmetic:minimax"),
+        _of("split.optimal:minimax"),
         "lines = list(zip(fixed, per_sample, limits, strict=True))",
         "lines = list(zip([0.0] * len(fixed), per_sample, limits, strict=True))",
         "a device with a fixed cost gets fewer samples",
@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "costs-ignored",
         "split",
-        _of("split.arithmetic:by_cost"),
+        _of("split.optimal:by_cost"),
         "torch.as_tensor(costs, dtype=torch.float64)",
         "torch.ones(len(costs), dtype=torch.float64)",
         "costly samples are shared out evenly",
@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "context-variables-lost",
         "apply",
-        _of("apply.executor:Calls._settle"),
+        _of("apply.executor:Calls._run_until_all_stop"),
         "partial(self._context.copy().run, self._work, task)",
         "partial(self._work, task)",
         "context variables of the caller are seen in replicas",

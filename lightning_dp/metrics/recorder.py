@@ -30,7 +30,7 @@ from lightning_dp.metrics.metric_calls import (
 )
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
-from lightning_dp.parallel.gather import add_up
+from lightning_dp.parallel.gather import are_per_shard
 from lightning_dp.parallel.replicate import ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import Shards, tree, weighted_mean
 from lightning_dp.state import ModuleState, warn_of_step
@@ -373,7 +373,7 @@ def _own_weights(
     own = [int(options["batch_size"]) for options in given]
     if len(set(own)) > 1:
         varying.add(name)
-    is_constant = add_up(own, sizes) is False and name not in varying
+    is_constant = are_per_shard(own, sizes) is False and name not in varying
     return {**first, "batch_size": sum(own)}, sizes if is_constant else own
 
 

@@ -187,12 +187,6 @@ def memory_capacities(devices: Sequence[torch.device], *, must_count: bool = Tru
     return found
 
 
-def memory_text(device: torch.device) -> str:
-    """What a device has in use and can have, for people."""
-    used, total = allocated_memory(device) / 2**20, memory_capacity(device) / 2**20
-    return f"{device} {used:.1f} of {total:.1f} MiB in use"
-
-
 def empty_cache(device: torch.device) -> None:
     """Gives memory that is kept for later back to a device."""
     if device.type != "cpu" and hasattr(torch.get_device_module(device), "empty_cache"):

@@ -132,7 +132,7 @@ class Engine:
             nothing but outputs, gradients and buffers.
     """
 
-    expects_samples: ClassVar[bool] = False  # a batch is cut, and not the arguments of some call
+    expects_samples: ClassVar[bool] = False  # warns of a batch that has nothing to cut
     frozen_may_change = True  # code between steps may write to parameters that are not trained
     accumulating = is_rerun = False
     last_sizes: Sizes = ()
@@ -241,7 +241,7 @@ class Engine:
         Batch norm in the submodule at `path`, which is called, takes no shard of one sample.
         """
         if self.meter.is_watched:
-            self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
+            self.planner.learn(self.meter.latest())  # a step that is not read in time is dropped
         n, reading = self._infer(batch)
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self.dim)
@@ -304,11 +304,12 @@ class Engine:
             with self._context(self.replicas, call.name, shards, self.is_rerun), compiling:
                 outputs = self.executor.run(call.name, tasks, continues_previous=True, calls=calls)
                 if self.output_device.type == "cpu" and self.accelerators:
-                    # What replicas have logged has left already: one wait serves all.
+                    # Copies of logged values are on their way already: one wait serves all.
                     outputs = call.to_cpu(outputs, self.devices)
                     synchronize(*self.devices)
         except BaseException:
-            if backward_id() < 0:  # where a checkpoint ends its recomputation by an exception
+            # Within a backward it may be a checkpoint that stops its recomputation early: no error.
+            if backward_id() < 0:
                 self.replicas.lose()
             raise
         if _num_compiled() != num_compiled:  # of functions that were not known

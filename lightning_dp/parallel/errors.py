@@ -15,13 +15,13 @@ def add_note(error: BaseException, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}",)
 
 
-def chain(error: BaseException | None, link: str = "__context__") -> Iterator[BaseException]:
-    """An error, and those that it came from, by `__context__` or by `__cause__`."""
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those during whose handling it was raised."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = getattr(error, link)
+        error = error.__context__
 
 
 def forget_frames(error: BaseException) -> None:

@@ -324,7 +324,7 @@ def test_many_outputs_cross_in_few_copies() -> None:
     for target in (devices[0], torch.device("cpu"), other):
         torch.sim.reset_copy_stats()
         result = gather(outputs, target)
-        copies = {pair: stats.count for pair, stats in torch.sim.copy_stats().items()}
+        copies = {pair: stats.copies for pair, stats in torch.sim.copy_stats().items()}
         others = [device for device in devices if device != target]
         assert copies == {(str(device), str(target)): 2 for device in others}, "one per dtype"
         assert result["float", 4].tolist() == [4.0] * 12

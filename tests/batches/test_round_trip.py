@@ -13,7 +13,7 @@ from support.oracle import devices_of
 from torch import Tensor
 
 from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.scatter.read import infer_batch_size
+from lightning_dp.parallel.scatter.batch_size import infer_batch_size
 from lightning_dp.parallel.scatter.shards import scatter
 
 pytestmark = pytest.mark.usefixtures("on")

@@ -52,7 +52,7 @@ def engine(devices: list[torch.device]) -> Iterator[StepParallel]:
 def assert_few_copies(source: int, target: int, tensors: list[Tensor], at_most: int = 1) -> None:
     """All of the tensors went, with gaps for the sake of alignment, and nothing else."""
     stats, size = torch.sim.copy_stats()[f"sim:{source}", f"sim:{target}"], sum_of_bytes(tensors)
-    assert size <= stats.bytes <= size + 256 * len(tensors) and stats.count <= at_most
+    assert size <= stats.bytes <= size + 256 * len(tensors) and stats.copies <= at_most
 
 
 def sum_of_bytes(tensors: list[Tensor]) -> int:

@@ -10,8 +10,8 @@ In threads every replica has a worker. In order the main thread makes the calls 
 another; if one of them comes to a rendezvous, those behind it begin in their workers, and the
 replicas take turns from one rendezvous to the next, never two at a time.
 
-An interrupt may end the main thread's code at any line, so what has happened is read from the
-tasks' states alone, each of which has one writer at a time. `_events` only wakes the main thread.
+A KeyboardInterrupt may come at any line of the main thread. So the state of a task, which has one
+writer at a time, is the only record of what has happened; `_events` only wakes the main thread.
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ class Executor:
     def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        In order run one call alone, modules that torch.compile may compile, and calls under torch
-        function modes, dispatch modes and saved tensor hooks, which know tensors by their order.
-        Returns whether in threads.
+        Always in order are: a single call, modules that torch.compile may compile, and calls under
+        function modes, dispatch modes or saved tensor hooks, which rely on the order of operations.
+
+        Returns:
+            Whether in threads.
         """
         tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
         if in_threads and any([count() for count in MODE_COUNTS]) and has_own_modes():
@@ -403,13 +405,13 @@ class Calls:
             if task.error is not None or self.broken is not None:
                 break
         if in_threads or self.have_met:
-            while self._first_error() is None and self._settle():
+            while self._first_error() is None and self._run_until_all_stop():
                 self._act()
             if self.broken is None and (error := self._first_error()) is not None:
                 self.end(error)
 
-    def _settle(self) -> bool:
-        """Lets every replica run until it waits or ends; returns whether one waits."""
+    def _run_until_all_stop(self) -> bool:
+        """Runs every replica until it waits in a rendezvous or ends; returns whether one waits."""
         for task in self.participants:
             if task.state is NOT_BEGUN:
                 task.state = BEGINNING
@@ -532,7 +534,7 @@ class Calls:
         if not task.on_main_thread:
             self._events.put(None)
             return task.inbox.get()
-        if self._settle():  # this is the main thread
+        if self._run_until_all_stop():  # this is the main thread
             self._act()
         self.check()
         reply, task.reply, task.state = task.reply, None, RUNNING

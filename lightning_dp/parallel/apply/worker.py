@@ -1,4 +1,4 @@
-"""A worker: a daemon thread with an inbox, in which all calls of one replica run.
+"""A worker: a daemon thread with an inbox, in which a replica's calls run, if not in order.
 
 It ends when its executor closes or is garbage collected, or when the process ends. What torch keeps
 per thread is captured in the caller (`ThreadState`) and entered in the workers.

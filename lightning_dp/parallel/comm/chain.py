@@ -8,7 +8,7 @@ sends the sum on. So the order of addition depends on the list of devices alone.
 [Note: events] Copies and sums run on the copy streams. These first wait for the devices' current
 streams, and at the end the current streams wait for them: then all memory that was read may be
 written or freed again. In between, a piece waits only for its own arrival. Memory of the chain's
-own is made on the stream of what arrives, and used again once what leaves has read it.
+own is allocated on the arriving stream; `record_stream` of the leaving one keeps it from reuse.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from lightning_dp.parallel.gather.gather import GatherError as GatherError
 from lightning_dp.parallel.gather.gather import Join as Join
 from lightning_dp.parallel.gather.gather import Scalars as Scalars
-from lightning_dp.parallel.gather.gather import add_up as add_up
+from lightning_dp.parallel.gather.gather import are_per_shard as are_per_shard
 from lightning_dp.parallel.gather.gather import as_rows as as_rows
 from lightning_dp.parallel.gather.gather import check_overrides as check_overrides
 from lightning_dp.parallel.gather.gather import fit_shapes as fit_shapes

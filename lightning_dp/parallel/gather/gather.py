@@ -238,14 +238,15 @@ def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
     return tensors
 
 
-def add_up(numbers: Sequence[int], sizes: Sequence[int]) -> bool | None:
-    """Whether integers count what each shard has, and add up; False if each is of the whole batch.
+def are_per_shard(numbers: Sequence[int], sizes: Sequence[int]) -> bool | None:
+    """Whether integers count something in each shard, so that the batch has their sum.
 
-    None if that cannot be known, because both the numbers and the shards are equal.
+    False if each describes the whole batch; None if that cannot be known, because both the numbers
+    and the shards are equal.
 
     Example:
-        >>> add_up([3, 2], [3, 2]), add_up([4, 4], [3, 2]), add_up([4, 4], [2, 2])
-        (True, False, None)
+        >>> are_per_shard([3, 2], [3, 2]), are_per_shard([4, 4], [3, 2])
+        (True, False)
     """
     if len(numbers) == 1 or len(set(numbers)) > 1:
         return True
@@ -309,7 +310,7 @@ class Join:
         lengths, items = tuple(map(len, nodes)), [item for node in nodes for item in node]
         if len(nodes) == 1 or not items:
             return False
-        counts = add_up(lengths, self.sizes)
+        counts = are_per_shard(lengths, self.sizes)
         if counts is not None or lengths != self.sizes:
             return bool(counts)
         rows = [

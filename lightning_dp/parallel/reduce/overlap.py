@@ -17,10 +17,11 @@ from lightning_dp.parallel.torch_private import is_alone_in_memory
 class Overlap:
     """Sends buckets of gradients to the root while the backward fills others.
 
-    A hook of every parameter counts. When a replica has all gradients of a bucket, they are taken
-    off its parameters; when all replicas have them, the bucket goes up the chain. What a parameter
-    gets after that (in a second checkpoint, say) is added at the end, as are buckets that stay
-    incomplete. Autograd calls hooks in one thread per device, hence the lock.
+    A hook of every parameter counts the gradients that a bucket still lacks. When a replica has
+    all gradients of a bucket, they are taken off its parameters; when all replicas have them, the
+    bucket goes up the chain. What a parameter gets after that (in a second checkpoint, say) is
+    added at the end, as are buckets that stay incomplete. Autograd calls hooks in one thread per
+    device, hence the lock.
 
     Args:
         rows: the parameters of the replicas that the backward fills; the root's are the first.

@@ -214,8 +214,8 @@ class JointBackward:
     def attach(self, joint: Tensor, requested: Sequence[Tensor] = ()) -> Tensor:
         """A loss of the same value whose backward is this one.
 
-        As a function of `requested` parameters: a backward for these alone gets here, and is
-        refused.
+        Parameters in `requested` become inputs of its node, so that `backward(inputs=...)` for
+        these reaches it, and is refused.
         """
         return _joint_loss(joint.detach().requires_grad_(), self, *requested)
 
@@ -312,7 +312,7 @@ class Backward:
     Args:
         replicas: the root and its replicas.
         gradient: of the joint loss.
-        filled: the replicas whose gradients may leave while it runs; empty if none may.
+        filled: the replicas whose gradients are reduced while it runs; empty if none are.
         can_be_undone: whether it may run out of memory and be run again.
         world: the processes, whose gradients are added to the local sums.
     """

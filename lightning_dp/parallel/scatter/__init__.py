@@ -1,16 +1,16 @@
 """Scatter: reads, counts, cuts and moves batches.
 
-`shards` counts, cuts and moves a batch; most batches need no more. `read` decides what the samples
-of any other batch are, and what they cost; `tree` knows its leaves and containers.
+`shards` counts, cuts and moves a batch; most batches need no more. `batch_size` decides what the
+samples of any other batch are, and what they cost; `tree` knows its leaves and containers.
 """
 
 from lightning_dp.parallel.scatter import tree as tree
-from lightning_dp.parallel.scatter.read import BatchSizeError as BatchSizeError
-from lightning_dp.parallel.scatter.read import Inferred as Inferred
-from lightning_dp.parallel.scatter.read import are_alike as are_alike
-from lightning_dp.parallel.scatter.read import infer_batch_size as infer_batch_size
-from lightning_dp.parallel.scatter.read import no_costs as no_costs
-from lightning_dp.parallel.scatter.read import sample_costs as sample_costs
+from lightning_dp.parallel.scatter.batch_size import BatchSizeError as BatchSizeError
+from lightning_dp.parallel.scatter.batch_size import Inferred as Inferred
+from lightning_dp.parallel.scatter.batch_size import are_alike as are_alike
+from lightning_dp.parallel.scatter.batch_size import infer_batch_size as infer_batch_size
+from lightning_dp.parallel.scatter.batch_size import no_costs as no_costs
+from lightning_dp.parallel.scatter.batch_size import sample_costs as sample_costs
 from lightning_dp.parallel.scatter.shards import Override as Override
 from lightning_dp.parallel.scatter.shards import RowRules as RowRules
 from lightning_dp.parallel.scatter.shards import Shards as Shards

@@ -1,7 +1,7 @@
 """Counts a batch, cuts it into shards, and moves these to their devices.
 
 Most batches are flat: one tensor, or a dict, list or tuple of nothing but tensors of one length.
-They are counted and cut here; `read` and `tree` know all others.
+They are counted and cut here; `batch_size` and `tree` know all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_dp.parallel.comm import to_device_coalesced
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.scatter.read import (
+from lightning_dp.parallel.scatter.batch_size import (
     WAY_OUT,
     BatchSizeError,
     Inferred,
@@ -40,7 +40,7 @@ Override: TypeAlias = (
 
 @dataclass
 class RowRules:
-    """How an engine joins what its replicas return or leave on self, and what it warned of.
+    """The options of gathering: for outputs, and for what a step leaves on self.
 
     Attributes:
         dim: the dimension along which batches are cut.
@@ -254,7 +254,7 @@ def scatter(
     cut; everything else goes to every replica. Tensors are cut as views and copied only where the
     device differs; from pinned memory the copies are asynchronous. Differentiable.
 
-    Containers and leaves are those of `scatter.tree`; how batches are read, `scatter.read` says.
+    Containers and leaves are those of `scatter.tree`; how a batch is read, `batch_size` says.
 
     Args:
         batch: nested containers of tensors and other leaves.
@@ -319,8 +319,8 @@ def to_device_together(
 ) -> list[Any]:
     """As `to_device` for several trees, but with few copies per source device and dtype.
 
-    Differentiable. On return the results may be read, but those on the CPU from devices in `later`
-    only after the caller has waited for these devices.
+    Differentiable. Copies to the CPU are finished on return, except those from devices in `later`:
+    the caller synchronizes these before it reads the results.
     """
     leaves = [leaf for node in nodes for leaf in tree.leaves(node)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from lightning_dp.parallel.split.arithmetic import Sizes, minimax
+from lightning_dp.parallel.split.optimal import Sizes, minimax
 
 log = logging.getLogger("lightning_dp")
 
@@ -35,10 +35,10 @@ class StepUsage:
     Attributes:
         sizes: its samples; 0 where it had none.
         busy_seconds: how long its device worked: by events on GPUs, else as its worker saw it.
-        step_seconds: how long the step took until the last device was done, as far as
-            `busy_seconds` covers it.
-        peak_bytes: the most bytes in use on its device during the step; 0 where none counts.
-        start_bytes: the bytes in use on its device when the step began; 0 where none counts.
+        step_seconds: how long the step took: by the clock on the CPU, elsewhere the longest of
+            `busy_seconds`.
+        peak_bytes: the most bytes in use on its device during the step; 0 on the CPU.
+        start_bytes: the bytes in use on its device when the step began; 0 on the CPU.
         in_turns: whether several replicas on the CPU ran one after another.
     """
 
@@ -241,7 +241,7 @@ SAFE = 0.7
 
 
 class DeviceCountTuner:
-    """Chooses how many of k devices work: the number whose least of a few times is shortest.
+    """Chooses how many of k devices work: the number with the shortest step, the best of a few.
 
     All devices are timed, half of them, a quarter, and so on down to the root alone.
 

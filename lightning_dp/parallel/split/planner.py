@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from lightning_dp.parallel.checks import short_repr
-from lightning_dp.parallel.split.arithmetic import Sizes, by_cost, fitted
 from lightning_dp.parallel.split.learning import Adaptive, Auto, Capacities, Memory, StepUsage
+from lightning_dp.parallel.split.optimal import Sizes, by_cost, fitted
 
 SplitPolicy: TypeAlias = Callable[[int], Sizes]
 """Batch size in, sizes out. One that learns also has a method `learn(step_usage)`."""

@@ -1,4 +1,4 @@
-"""The arithmetic of splits that are more than a division: by speed, within limits, by cost."""
+"""Sizes that are the best there are: the least largest time, within limits, or by cost."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ and if each list with tensors in it, below the top of the batch, either
 
 Where several n are possible, the one that a list of names or numbers has is taken, else the one by
 which all lists have columns; else the batch is refused. A batch that is itself a list of alike
-tuples, mappings or objects is a **list of samples**, unless it can be read as columns and not every
-item has a number in it, a label. A list of lists that are no columns is refused: it may hold
+tuples, mappings or objects is a **list of samples** if it cannot be read as columns, or if every
+item holds a number, which is a label. A list of lists that are no columns is refused: it may hold
 samples, or batches of several loaders. A module's `batch_size(batch)` decides the number.
 """
 
@@ -28,8 +28,13 @@ from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.scatter.tree import is_array, is_movable, leaf_type, size_of
 
 Kind: TypeAlias = Literal["flat", "columns", "lists", "samples"]
-"""How a batch is read: "flat" are columns in one tensor, or in a container of tensors alone; by
-"lists", lists as long as the batch hold samples; by "samples", the batch itself does."""
+"""How a batch is read.
+
+- "flat": a tensor, or a container of tensors alone, all with n rows;
+- "columns": tensors with n rows in nested containers;
+- "lists": as columns, and lists of n items hold one item per sample;
+- "samples": the batch itself is a list of n samples.
+"""
 
 WAY_OUT = (
     "Or define batch_size(batch) on the module, which says how many samples there are, or "

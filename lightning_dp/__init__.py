@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dp.checkpointing import ModulePrefixCheckpointIO
 from lightning_dp.checkpointing.state_keys import normalize_state_dict
-from lightning_dp.data_parallel import DataParallel, data_parallel
+from lightning_dp.data_parallel import DataParallel
 from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.functional import gather, parallel_apply, replicate, scatter
 from lightning_dp.parallel.gather import pad
@@ -28,7 +28,6 @@ __all__ = [
     "DataParallelMonitor",
     "DataParallelStrategy",
     "ModulePrefixCheckpointIO",
-    "data_parallel",
     "gather",
     "normalize_state_dict",
     "pad",

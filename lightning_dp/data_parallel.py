@@ -214,40 +214,6 @@ class DataParallel(nn.Module, Generic[Module]):
         self._identity = id(self)
 
 
-def data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Sequence[DeviceLike] | None = None,
-    output_device: DeviceLike | None = None,
-    dim: int = 0,
-    module_kwargs: Mapping[str, Any] | None = None,
-) -> Any:
-    """Calls a module once on several devices, as `DataParallel` does.
-
-    For more than one call make a `DataParallel`, which keeps its replicas.
-
-    Args:
-        module: the module.
-        inputs: its arguments as a tuple, or a single argument of another type; None for none.
-        device_ids: the devices, root first; None for all accelerators of the machine, or the CPU.
-        output_device: where outputs end up; None for the first device, -1 for the CPU.
-        dim: the dimension along which arguments are cut and outputs joined.
-        module_kwargs: its named arguments.
-
-    Example:
-        >>> import torch
-        >>> data_parallel(nn.Linear(3, 2), torch.randn(5, 3), ["cpu", "cpu"]).shape
-        torch.Size([5, 2])
-    """
-    if not isinstance(inputs, tuple):
-        inputs = () if inputs is None else (inputs,)
-    wrapper = DataParallel(module, device_ids, output_device, dim, check_first_call=False)
-    try:
-        return wrapper(*inputs, **module_kwargs or {})
-    finally:
-        wrapper.close()
-
-
 def check_engine_options(
     dim: object, buffers: object, executor: object, overrides: Mapping[str, Override] | None
 ) -> None:

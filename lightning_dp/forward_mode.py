@@ -73,7 +73,7 @@ class ForwardMode(Mode):
         """Moves the batch to the output device."""
         if not self.moves_batch:
             return batch
-        return self._transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
+        return self.transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
 
     @override
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:

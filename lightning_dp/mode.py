@@ -1,6 +1,7 @@
 """A mode decides what a strategy with several devices does with the loop's batches and steps.
 
-There are two: step mode (`step_mode`) and forward mode (`forward_mode`).
+There are two: step mode (`step_mode`) and forward mode (`forward_mode`). `auto_split` puts either
+of them aside for steps that are fastest on the root alone.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Mode(ABC):
 
     engine: Engine
     dataloader_idx = 0  # of the latest batch
+    is_alone = False  # the latest step ran on the root, without the engine
 
     def __init__(self, module: LightningModule, transfer: Transfer) -> None:
-        self.module, self._transfer = module, transfer
+        self.module, self.transfer = module, transfer
 
     @abstractmethod
     def batch(self, batch: Any, dataloader_idx: int) -> Any:

@@ -8,8 +8,8 @@
    first replica that has bound it, and is named once if the replicas differ.
 
 The first rule also holds for lists in lists, tuples and dicts, and for a list under a new key of a
-dict. A deque with a longest length lets its oldest items go. A list that is bound anew, or changed
-in another way than by appending, falls under the second rule.
+dict. A list that is bound anew, or changed in another way than by appending, falls under the second
+rule, as does a deque of a longest length that lets items go.
 
 Every replica begins a step with its own containers, which hold the root's items. They are compared
 with copies from before the step, item by item and by identity. What steps change inside other
@@ -23,7 +23,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -64,8 +64,7 @@ class ModuleState:
     def __init__(
         self, output_device: torch.device, skips: Callable[[nn.Module], bool] = lambda _: False
     ) -> None:
-        self._output_device, self._skips = output_device, skips
-        self._lists = ListMemory()
+        self._skips, self._merge = skips, Merge(output_device)
         self._warned: set[Path] = set()
         self._submodules: list[list[nn.Module]] = []
         self._modules: list[_Module] = []
@@ -93,10 +92,10 @@ class ModuleState:
         """
         if not self._seen.differ():
             return
-        merge = Merge(shards, self._output_device, self._lists)
+        self._merge.begin(shards)
         for module in self._modules:
             if keeps_items:
-                for path in module.merge(merge):
+                for path in module.merge(self._merge):
                     self._warn(path)
             else:
                 module.take_items_back()
@@ -263,47 +262,28 @@ def _agree(a: Any, b: Any) -> bool:
 
 
 def _new_items(before: Any, after: Any) -> list[Any] | None:
-    """What was appended; None if a list was changed in another way.
-
-    Example:
-        >>> a, b, c, x = 0.1, 0.2, 0.3, 0.4
-        >>> old = deque([a, b, c], 3)
-        >>> [_new_items(old, own) for own in ([a, b, c], [c, x, x], [x, x, x], [b, a])]
-        [[], [0.4, 0.4], [0.4, 0.4, 0.4], [0.2, 0.1]]
-        >>> _new_items([a, b], [a, b, x]), _new_items([a, b], [b, x])
-        ([0.4], None)
-    """
-    has_longest = getattr(before, "maxlen", None) is not None  # it lets its oldest items go
-    for kept in range(len(before), -1, -1) if has_longest else [len(before)]:
-        pairs = zip(islice(before, len(before) - kept, None), after, strict=False)
-        if len(after) >= kept and all(
-            a is b or (is_container(a) and type(a) is type(b)) for a, b in pairs
-        ):
-            return list(islice(after, kept, None))
-    return None
-
-
-@dataclass
-class ListMemory:
-    """Whether new items of a list belong to samples, as steps have shown."""
-
-    of_samples: dict[Path, bool] = field(default_factory=dict)  # in the latest that decided it
-    uneven: set[Path] = field(default_factory=set)  # replicas have appended different numbers
+    """What was appended; None if a list was changed in another way."""
+    if len(after) < len(before) or any(map(_is_other, before, after)):
+        return None
+    return list(islice(after, len(before), None))
 
 
 class Merge:
     """Brings what the replicas did to their containers in a step into the root's.
 
     Args:
-        shards: of the step.
         output_device: where items end up.
-        memory: of all steps.
     """
 
-    def __init__(self, shards: Shards, output_device: torch.device, memory: ListMemory) -> None:
-        self._sizes = shards.active_sizes
-        self._row_rules, self._memory = shards.row_rules, memory
+    def __init__(self, output_device: torch.device) -> None:
         self._output_device = output_device
+        # Of lists, as steps have shown:
+        self._are_of_samples: dict[Path, bool] = {}  # in the latest step that decided it
+        self._uneven: set[Path] = set()  # replicas have appended different numbers
+
+    def begin(self, shards: Shards) -> None:
+        """Begins the merge of a step."""
+        self._sizes, self._row_rules = shards.active_sizes, shards.row_rules
         self._done: set[int] = set()  # ids of the root's: one container may have several names
 
     def into(self, path: Path, before: list[Any], after: list[Any], root: Any) -> Iterator[Path]:
@@ -368,12 +348,12 @@ class Merge:
         if any(tails):
             for _ in tails[0] if root is after[0] else ():
                 root.pop()
-            root.extend(self._joined(path, tails, getattr(root, "maxlen", None)))
+            root.extend(self._joined(path, tails))
 
-    def _joined(self, path: Path, tails: list[list[Any]], longest: int | None) -> list[Any]:
+    def _joined(self, path: Path, tails: list[list[Any]]) -> list[Any]:
         """The items that one device would have appended."""
-        counts, items = list(map(len, tails)), [item for tail in tails for item in tail]
-        if self._are_of_samples(path, counts, longest):
+        items = [item for tail in tails for item in tail]
+        if self._belong_to_samples(path, list(map(len, tails))):
             return to_device_together(items, self._output_device)
         number, name, *keys = path
         join = Join(tuple(self._sizes), self._output_device, self._row_rules)
@@ -383,24 +363,22 @@ class Merge:
             for i, row in enumerate(zip(*tails, strict=True))
         ]
 
-    def _are_of_samples(self, path: Path, counts: list[int], longest: int | None) -> bool:
-        """Whether new items belong to samples, and not to the batch."""
-        memory = self._memory
+    def _belong_to_samples(self, path: Path, counts: list[int]) -> bool:
+        """Whether new items, as many on each replica, belong to samples and not to the batch."""
         if len(counts) == 1:
             return True
         if len(set(counts)) > 1:
-            memory.uneven.add(path)
+            self._uneven.add(path)
         elif counts[0] > 1 or counts != self._sizes:
-            is_full = counts[0] == longest and longest > 1  # of more items than it holds
-            memory.of_samples[path] = is_full or counts == self._sizes
-        if path not in memory.uneven and path not in memory.of_samples:
+            self._are_of_samples[path] = counts == self._sizes
+        if path not in self._uneven and path not in self._are_of_samples:
             name = tree.name((tree.Attribute(path[1]), *path[2:]), "self")
             self._row_rules.warn_once(
                 path,
                 f"{name}: one more on every replica, each of one sample, is taken for one of the "
                 "batch, not one per sample. Batches of more samples would tell.",
             )
-        return path in memory.uneven or memory.of_samples.get(path, False)
+        return path in self._uneven or self._are_of_samples.get(path, False)
 
 
 def _is_other(old: Any, new: Any) -> bool:

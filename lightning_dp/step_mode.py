@@ -79,7 +79,7 @@ class StepMode(Mode):
             )
         # An optimizer's closure may run the step again for the same batch, which is cut already.
         shards = self._call.shards if self._call and batch is self._batch else None
-        transfer = partial(self._transfer, dataloader_idx=self.dataloader_idx)
+        transfer = partial(self.transfer, dataloader_idx=self.dataloader_idx)
         call = (TrainingStep if training else EvaluationStep)(self.engine, method, args, transfer)
         self._batch, self._call = batch, None
         try:

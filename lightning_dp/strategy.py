@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_dp.auto_split import AutoSplitSteps
+from lightning_dp.auto_split import AutoMode
 from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.data_parallel import check_engine_options
 from lightning_dp.first_step import Report
@@ -145,7 +145,6 @@ class DataParallelMixin(CheckpointMixin):
 
     # While a Trainer runs:
     _mode: Mode | None = None  # on several devices
-    _auto: AutoSplitSteps | None = None  # with split="auto"
     _first_steps: FirstSteps | None = None
 
     def __init__(
@@ -215,7 +214,7 @@ class DataParallelMixin(CheckpointMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
-        return {**super().__getstate__(), "_mode": None, "_auto": None, "_first_steps": None}
+        return {**super().__getstate__(), "_mode": None, "_first_steps": None}
 
     def __repr__(self) -> str:
         """With the package: the other package's Trainer refuses the strategy by this text."""
@@ -305,11 +304,6 @@ class DataParallelMixin(CheckpointMixin):
             layer_sync(self).apply(self._module)
         if why and self._mode_name == "step":
             rank_zero_info(f"{type(self._module).__name__} runs in forward mode, as {why}.")
-        mode = self._mode = self._new_mode()
-        if self.world is None and isinstance(self._split_policy, Auto):
-            self._auto = AutoSplitSteps(mode, self._split_policy, trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.usage = mode.engine.usage
         self.first_step = reports = dict[str, Report]()
         if self._check_first_step:
             self._first_steps = FirstSteps(
@@ -320,6 +314,12 @@ class DataParallelMixin(CheckpointMixin):
                 super().batch_to_device,
                 self._loss_reduction,
             )
+        self._mode = self._new_mode()
+        if self.world is None and isinstance(self._split_policy, Auto):
+            to_check = self._first_steps.due if self._first_steps else ()
+            self._mode = AutoMode(self._mode, self._split_policy, trainer, to_check)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.usage = self._mode.engine.usage
 
     def _check_processes(self, why_forward: str, *, synced: bool) -> None:
         """Refuses what looks at the whole batch: a step of several processes sees its own part."""
@@ -367,7 +367,7 @@ class DataParallelMixin(CheckpointMixin):
     def _close(self) -> None:
         if self._mode is not None:
             self._mode.close()
-        self._mode = self._auto = self._first_steps = None
+        self._mode = self._first_steps = None
 
     # Steps
 
@@ -378,10 +378,6 @@ class DataParallelMixin(CheckpointMixin):
         """Does what the mode does with a batch; with a device, moves it there as Lightning does."""
         if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        checks, auto = self._first_steps, self._auto
-        is_checked = checks is not None and auto is not None and auto.next_step in checks.due
-        if auto is not None and auto.begin(batch, is_free=not is_checked):
-            return super().batch_to_device(batch, None, dataloader_idx)
         return self._mode.batch(batch, dataloader_idx)
 
     @override
@@ -402,34 +398,26 @@ class DataParallelMixin(CheckpointMixin):
         return self.own_rows(output, sum(self.last_sizes))
 
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        mode, auto = self._mode, self._auto
+        mode, checks = self._mode, self._first_steps
         if mode is None:
             return getattr(super(), method)(*args, **kwargs)
         batch, *rest = (*args, *kwargs.values())
-        if auto is not None:
-            auto.accumulates = mode.engine.accumulating
-        if auto is not None and auto.is_alone:
-            output = auto.step(method, partial(getattr(super(), method), *args, **kwargs))
-        else:
-            # Validation without batch_idx: weights may have been swapped before its first batch.
-            if method != "training_step" and rest[:1] in ([], [0]):
-                mode.engine.resync()
-            checks = self._first_steps
-            if checks is not None and method in checks.due:
-                checks.check(mode, method, batch, tuple(rest), self.world)
-            name = method.replace("training", "train").replace("validation", "val")
-            with getattr(self.precision_plugin, f"{name}_context")():
-                output = mode.step(method, batch, tuple(rest))
+        # Validation without batch_idx: weights may have been swapped before its first batch.
+        if method != "training_step" and rest[:1] in ([], [0]):
+            mode.engine.resync()
+        if checks is not None and method in checks.due:
+            checks.check(mode, method, batch, tuple(rest), self.world)
+        name = method.replace("training", "train").replace("validation", "val")
+        with getattr(self.precision_plugin, f"{name}_context")():
+            output = mode.step(method, batch, tuple(rest))
         self.last_sizes = mode.engine.last_sizes
         return output
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        mode, auto = self._mode, self._auto
+        mode = self._mode
         if mode is None:
             return super().backward(closure_loss, *args, **kwargs)
-        if auto is not None and auto.is_alone:
-            return auto.backward(partial(super().backward, closure_loss, *args, **kwargs))
         plugin = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:
             closure_loss = mode.to_be_scaled(closure_loss)
@@ -447,9 +435,9 @@ class DataParallelMixin(CheckpointMixin):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        engine = None if self._mode is None else self._mode.engine
-        kind = None if engine is None or not engine.on_cpu else engine.latest_training
-        if engine is None or not kind or not engine.executor.is_in_threads(kind):
+        mode = self._mode
+        kind = None if mode is None or not mode.engine.on_cpu else mode.engine.latest_training
+        if mode is None or not kind or not mode.engine.executor.is_in_threads(kind):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         # Beside workers, an optimizer that takes a team of threads would wait for them to wake.
         num_threads = torch.get_num_threads()
@@ -457,7 +445,7 @@ class DataParallelMixin(CheckpointMixin):
         def with_all_gradients() -> Any:
             torch.set_num_threads(num_threads)  # an optimizer may call this several times
             result = closure()
-            if self._auto is None or not self._auto.is_alone:
+            if not mode.is_alone:
                 torch.set_num_threads(optimizer_threads(optimizer))
             return result
 

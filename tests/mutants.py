@@ -692,7 +692,7 @@ MUTANTS = [
         "items-of-first-alone",
         "state",
         "lightning_dp.state:Merge._list",
-        'root.extend(self._joined(path, tails, getattr(root, "maxlen", None)))',
+        "root.extend(self._joined(path, tails))",
         "root.extend(tails[0])",
         "items that all replicas append are joined",
         ("tests/state", SAME),

@@ -19,8 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.app.report import write_report
-from lightning_dp.app.run import OptionError, as_program
-from lightning_dp.app.together import quiet_other_processes
+from lightning_dp.app.run import OptionError, as_program, quiet_other_processes
 from lightning_dp.checkpointing import load_weights
 from lightning_dp.doctor import versions
 from lightning_dp.parallel.devices import cores

@@ -4,14 +4,16 @@ import json
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
-from lightning_dp.app.together import of_all
 from lightning_dp.monitor import table_of
 from lightning_dp.parallel.devices import replica_names
+
+T = TypeVar("T")
 
 
 def write_report(trainer: Trainer, metrics: Mapping[str, float], folder: Path) -> None:
@@ -45,9 +47,19 @@ def write_report(trainer: Trainer, metrics: Mapping[str, float], folder: Path) -
     if monitor is None or not rows:
         print("devices:", ", ".join(names))
     else:
-        print(table_of(rows, monitor.note))
+        print(table_of(rows))
         try:
             print(f"devices: {monitor.plot(folder / 'devices.png')}")
         except ModuleNotFoundError as error:
             print(f"no devices.png: {error}")
     print(f"run folder: {folder}")
+
+
+def of_all(value: T) -> list[T]:
+    """Every process's value, in the order of their ranks; all of them have to ask."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return [value]
+    values: list[T] = [value] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values

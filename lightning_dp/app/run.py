@@ -1,12 +1,10 @@
-"""What surrounds a job: which messages reach Hydra's log, and how the program ends."""
+"""What surrounds a job: how the program ends, and what it leaves to resume from."""
 
 import functools
 import logging
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,20 +30,21 @@ _EXTRAS = {
 }
 """By the name of a module its package, and the extra that brings it."""
 
-_MESSAGES = (
-    *("💡 Tip:", "GPU available: False", "TPU available: False", "HPU available: False"),
-    "Restoring states from the checkpoint path",  # "Loaded model weights from ..." follows
+_OF_OTHERS = (
+    *("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"),
+    *("hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."),
 )
-_WARNINGS = (
-    r"The '\w+' does not have many workers",  # with images in memory they only cost time
-    # Hydra has put its own files into the run folder; a resumed run has a folder of its own.
-    r"(Experiment logs|Checkpoint) directory .* exists and is not empty",
-    r"The dirpath has changed from",
-    r"Be aware that when using `ckpt_path`, callbacks",  # a test needs none of the training's
-    r"Using `DistributedSampler` with the dataloaders",  # of strategy=ddp, on the same devices
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call of torch
-)
-"""Lightning's words that say nothing about these programs; extras.quiet=false shows them."""
+
+
+def quiet_other_processes() -> None:
+    """Lets Hydra make no folder and no log in a process that is not the first one.
+
+    torchrun and SLURM start the program several times; what the others have to say reaches the
+    first one over torch.distributed.
+    """
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) > 0:
+        given = {argument.partition("=")[0] for argument in sys.argv}
+        sys.argv += [option for option in _OF_OTHERS if option.partition("=")[0] not in given]
 
 
 class OptionError(CompactHydraException, ValueError):
@@ -68,9 +67,9 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
         folder = Path(cfg.paths.output_dir)
         if cfg.extras.print_config:
             rank_zero_only(print)(OmegaConf.to_yaml(cfg))
+        logging.captureWarnings(bool(logging.getLogger().handlers))  # into Hydra's log
         try:
-            with _messages(quiet=cfg.extras.quiet):
-                return task(cfg)
+            return task(cfg)
         except (KeyboardInterrupt, SystemExit) as stop:
             # Lightning makes an exit of either, Ctrl-C's after it has saved.
             is_interrupt = any(isinstance(e, KeyboardInterrupt) for e in (stop, stop.__context__))
@@ -94,29 +93,10 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
             if not isinstance(error, CompactHydraException):
                 _print_way_on("Failed", folder)
             raise
-
-    return program
-
-
-@contextmanager
-def _messages(*, quiet: bool) -> Iterator[None]:
-    """Sends warnings to Hydra's log, without those that say nothing if it is to be quiet."""
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # of rank_zero_info
-    with warnings.catch_warnings():
-        if quiet:
-            logger.addFilter(_is_wanted)
-            for message in _WARNINGS:
-                warnings.filterwarnings("ignore", message=message)
-        logging.captureWarnings(bool(logging.getLogger().handlers))
-        try:
-            yield
         finally:
             logging.captureWarnings(False)
-            logger.removeFilter(_is_wanted)
 
-
-def _is_wanted(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_MESSAGES)
+    return program
 
 
 @rank_zero_only

@@ -13,11 +13,10 @@ from lightning_dp.checkpointing.state_keys import match_keys, without_outer
 from lightning_dp.table import OneLineParser, table
 
 DESCRIPTION = """\
-Renames the weights in a checkpoint file and writes them to another file. The
-ending of DST says what is written: .safetensors, .ckpt for Lightning, any other
-for torch. If SRC has an ending of the same kind, all else in it is kept too
-(optimizers, epoch); otherwise DST holds the weights alone. Without an option
-that renames, keys stay as they are.
+Renames the weights in a checkpoint file and writes them to another file: for
+Lightning if DST ends in .ckpt, else for torch. If SRC is of the same kind, all
+else in it is kept too (optimizers, epoch); otherwise DST holds the weights
+alone. Without an option that renames, keys stay as they are.
 """
 
 
@@ -25,7 +24,12 @@ def convert(options: Namespace) -> None:
     """Converts a file as the options of the command line say, after showing what is renamed."""
     source, target = options.source, options.target
     weights_only = False if options.unsafe else None
-    if target.exists() and not (options.force or options.dry_run):
+    if target.suffix.lower() == ".safetensors":
+        raise ValueError(
+            f"DST: expected a file of torch (.pt) or Lightning (.ckpt), got {str(target)!r}. "
+            "Write it with safetensors.torch.save_file."
+        )
+    if target.exists() and not options.force:
         raise ValueError(
             f"DST: expected a new file, got {str(target)!r}, which exists. Give another name, or "
             "--force to replace it."
@@ -50,15 +54,11 @@ def convert(options: Namespace) -> None:
     if pairs:
         print(table(("key", "new name"), pairs, left=2))
     print(f"{len(pairs)} of {len(weights)} keys get another name.")
-    kinds = [path.suffix.lower() for path in (source, target)]
-    kinds = [kind if kind in (files.SAFETENSORS, ".ckpt") else ".pt" for kind in kinds]
-    if kinds[0] != kinds[1] and content is not weights:
+    from_lightning, to_lightning = (p.suffix.lower() == ".ckpt" for p in (source, target))
+    if from_lightning != to_lightning and content is not weights:
         print(f"Of {list(content)} only the weights go into {target.name}.")
         content = weights
-    if options.dry_run:
-        print("Nothing was written (--dry-run).")
-        return
-    files.write(as_lightnings(content) if kinds[1] == ".ckpt" else content, target)
+    files.write(as_lightnings(content) if to_lightning else content, target)
     print(f"Wrote {target}.")
 
 
@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names.add_argument("--add", action="store_true", help="put module. before every key")
     text = "take the keys of this file, which differ in prefixes of wrappers only"
     names.add_argument("--like", metavar="REFERENCE", type=Path, help=text)
-    parser.add_argument("--dry-run", action="store_true", help="show what would be renamed")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
     text = "run the code that pickles in these files ask for: only if you trust them"
     parser.add_argument("--unsafe", action="store_true", help=text)

@@ -1,13 +1,11 @@
-"""Reads checkpoint files that torch, Lightning or safetensors wrote, and writes them atomically."""
+"""Reads checkpoint files of torch, Lightning or safetensors, and writes torch's atomically."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_dp.checkpointing.state_keys import normalize_state_dict
 
-SAFETENSORS = ".safetensors"
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
 """Under which keys people save a model's state; the first one is Lightning's."""
 EXTRA_STATE = "_extra_state"  # ends the keys of what modules return from `get_extra_state`
@@ -104,59 +101,33 @@ def read(path: str | Path, *, map_location: Any = None, weights_only: bool | Non
 
 
 def write(content: Any, path: Path) -> None:
-    """Writes a file by its ending: weights as safetensors, or anything as `torch.save` does.
+    """Writes what `torch.save` writes; a crash leaves the old file.
 
-    Until it is complete an old file stays. Values that safetensors cannot hold are a ValueError.
-    """
-    if path.suffix.lower() != SAFETENSORS:
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        data: Any = buffer.getbuffer()
-    else:
-        library = _safetensors()
-        try:
-            # Clones: the library refuses tensors that share memory.
-            tensors = {
-                k: v.detach().cpu().contiguous().resolve_conj().resolve_neg().clone()
-                for k, v in content.items()
-            }
-            data = library.save(tensors, {"format": "pt"})
-        except (ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise ValueError(
-                f"{path}: expected dense tensors of the dtypes that safetensors holds, got "
-                f"{error!r}. Write a .pt or .ckpt file."
-            ) from error
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            "A .safetensors file needs the package safetensors: python -m pip install "
-            "'lightning-dp[safetensors]'."
-        ) from error
-    return safetensors.torch
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary path to write to, and then replaces a file by what was written there.
-
-    The temporary file lies in the same folder and is flushed to the disk before `os.replace`, so a
-    crash leaves the old file. A symbolic link's target is replaced; permissions stay.
+    A temporary file in the same folder is flushed to the disk before it replaces the old one. A
+    symbolic link's target is replaced; permissions stay.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield temporary
-        with temporary.open("r+b") as file:
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
             os.fsync(file.fileno())
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _safetensors() -> Any:
+    """The library, or an ImportError that says how to install it."""
+    try:
+        import safetensors.torch as library
+    except ImportError as error:
+        raise ImportError(
+            "A .safetensors file needs the package safetensors: python -m pip install "
+            "'lightning-dp[safetensors]'."
+        ) from error
+    return library

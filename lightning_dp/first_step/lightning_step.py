@@ -22,10 +22,10 @@ from lightning_dp.first_step.check import Call, check
 from lightning_dp.first_step.compare import Key, Report, Values, announce
 from lightning_dp.first_step.first_call import FirstCalls, small_part
 from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
-from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.lightning_private import own_device
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import StandIn, replaced
+from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.step import LossReduction, StepOutput
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class FirstSteps:
         try:
             if not always and self.trainer.fast_dev_run:
                 raise NotChecked("fast_dev_run.")
-            if isinstance(mode, ForwardMode):
+            if isinstance(mode.engine, ForwardParallel):
                 self._check_calls(mode.engine)
                 return
             report.sizes, part = small_part(mode.engine, batch, always=always)

@@ -190,11 +190,9 @@ def replay(
     """Makes the calls of all replicas on the user's own metric.
 
     Returns:
-        What each `forward` returned for the whole batch; nothing if one device would have called
-        it for a sample at a time.
+        What each `forward` returned for the whole batch; nothing if replicas made other calls.
     """
-    joined = joined_calls(calls, found, metric)
-    values = []
+    joined, values = joined_calls(calls, found, metric), []
     for group in joined:
         try:
             value = _make(group, metric)
@@ -208,22 +206,16 @@ def replay(
 def joined_calls(
     records: Sequence[Sequence[MetricCall]], found: Records, metric: AnyMetric
 ) -> list[list[MetricCall]]:
-    """The calls to make for those of each replica.
-
-    Returns:
-        Lists of calls that are one: a call with the whole batch, or one of each replica's.
-    """
+    """Lists of calls that are one: a call with the whole batch, or one of each replica's."""
     rows = list(zip(*records, strict=False))
     are_alike = all(len(calls) == len(rows) for calls in records) and all(
         len({call.method for call in row}) == 1 for row in rows
     )
-    groups = [_joined(row, found, metric) for row in rows] if are_alike else []
-    of_samples = len(rows) > 1 and all(size == len(rows) for size in found.sizes)
-    if not are_alike or (of_samples and len(groups[0]) > 1):  # made for a sample at a time
-        first, *others = records
-        rest = [[c] for calls in others for c in calls if c.method != "reset"]
-        return [[call] for call in first] + rest
-    return groups
+    if are_alike:
+        return [_joined(row, found, metric) for row in rows]
+    first, *others = records
+    rest = [[c] for calls in others for c in calls if c.method != "reset"]
+    return [[call] for call in first] + rest
 
 
 def _joined(row: Sequence[MetricCall], found: Records, metric: AnyMetric) -> list[MetricCall]:

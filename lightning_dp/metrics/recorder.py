@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp.lightning_private import own_device
+from lightning_dp.lightning_private import own_device, results_of
 from lightning_dp.metrics.metric_calls import (
     MetricCall,
     RecordedMetric,
@@ -235,10 +235,8 @@ class StepRecorder(ReplicaRules):
         found = Records(calls, shards.active_sizes, names, dim)
         logging: AbstractContextManager[None] = nullcontext()
         if self.world is not None:
-            from lightning_dp.metrics import ranks
-
-            found = ranks.of_all_ranks(found, self.world)._replace(dim=dim)
-            logging = ranks.logging_for_all(self._module, sum(found.sizes))
+            found = of_all_ranks(found, self.world)._replace(dim=dim)
+            logging = logging_for_all(self._module, sum(found.sizes))
         with logging:
             self._make(found)
 
@@ -267,7 +265,7 @@ class StepRecorder(ReplicaRules):
             _refuse_missing_key(calls[0].name, row, found.replicas)
         merged = merged_log(calls, found.sizes, self._output_device, self._varying)
         source, value = merged.source, merged.value
-        # What a metric returned for the whole batch, unless it was called for a sample at a time.
+        # What a metric returned for the whole batch.
         if source is not None and all(call.source == source for call in calls):
             of_batch = returned[source.metric][source.call : source.call + 1]
             leaves = [leaf for node in of_batch for leaf in tree.leaves(node)][source.leaf :]
@@ -393,3 +391,43 @@ def _refuse_missing_key(name: str, row: Mapping[int, Any], replicas: Sequence[st
         f"{', '.join(replicas[k] for k in row)}, but not from {', '.join(missing)}. Log it for "
         "every shard; a value that some shards lack can be logged through a torchmetrics metric."
     )
+
+
+# Several processes: what the replicas of all ranks have recorded is replayed on every rank
+
+
+def of_all_ranks(own: Records, world: World) -> Records:
+    """What the replicas of all ranks recorded, in the order of the batch.
+
+    Every rank takes part in every step: no other rank knows whether it has recorded anything.
+    """
+    sent = None if world.is_idle else own
+    received = world.all_gather_objects(sent, "the end of its step")
+    received[world.rank] = sent  # whose values may have a graph
+    parts = [part for part in received if part is not None]
+    return Records(
+        [calls for part in parts for calls in part.calls],
+        [size for part in parts for size in part.sizes],
+        [name for part in parts for name in part.replicas],
+    )
+
+
+@contextmanager
+def logging_for_all(module: LightningModule, samples: int) -> Iterator[None]:
+    """In this context `self.log` gets values of all processes, with `samples` as batch size.
+
+    `sync_dist=True, rank_zero_only=True` keeps Lightning from syncing them again, and from warning
+    about a missing sync. The batch size is passed, since Lightning knows this process's part only.
+    """
+    results = results_of(module.trainer)
+    if results is None:
+        yield
+        return
+    own = results.log
+
+    def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
+        of_all = {**options, "sync_dist": True, "rank_zero_only": True}
+        own(*args, batch_size=samples if batch_size is None else batch_size, **of_all)
+
+    with replaced(results, log=log):
+        yield

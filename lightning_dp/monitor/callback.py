@@ -60,14 +60,6 @@ class DataParallelMonitor(Callback):
         self.total, self.periods = Period(), list[Period]()
         self._unlogged, self._span = Period(), 1
 
-    @property
-    def note(self) -> str | None:
-        """That replicas took turns on the CPU, if they did so in at least half the steps."""
-        count, steps = self.total.in_turns, self.total.steps
-        if not count or 2 * count < steps:
-            return None
-        return f"The replicas took turns in {count:,} of {steps:,} steps: the others wait."
-
     def summary(self) -> list[DeviceSummary]:
         """What each replica did in the latest fit: a row for each, root first; see `DeviceSummary`.
 
@@ -105,7 +97,7 @@ class DataParallelMonitor(Callback):
         """The table of the latest fit."""
         if not self.total.steps:
             return f"{type(self).__qualname__}: no training step on several devices was measured"
-        return table_of(self.summary(), self.note)
+        return table_of(self.summary())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """What notebooks show: picture and table."""

@@ -27,8 +27,8 @@ def memory_text(size: int) -> str:
     return f"{size / 2 ** (10 * power):,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}" if size else ""
 
 
-def table_of(rows: Sequence[DeviceSummary], note: str | None) -> str:
-    """A line of headings, one for each replica, and the note; memory where a device counts it."""
+def table_of(rows: Sequence[DeviceSummary]) -> str:
+    """A line of headings and one for each replica; memory where a device counts it."""
     columns = {
         "device": [row.device for row in rows],
         "samples": [f"{row.samples:,}" for row in rows],
@@ -39,8 +39,7 @@ def table_of(rows: Sequence[DeviceSummary], note: str | None) -> str:
     }
     if any(row.peak_bytes for row in rows):
         columns["peak memory"] = [memory_text(row.peak_bytes) for row in rows]
-    text = table(list(columns), list(zip(*columns.values(), strict=True)))
-    return "\n".join([text, *([note] if note else [])])
+    return table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def headline(monitor: DataParallelMonitor) -> str:
@@ -69,8 +68,6 @@ def figure_of(monitor: DataParallelMonitor) -> Any:
         _bars(axes[2], "Peak memory", list(peaks), list(peaks.values()), texts, color=first)
         axes[2].set_xticks([])
     figure.suptitle(headline(monitor), x=0.01, ha="left")
-    if monitor.note:
-        figure.supxlabel(monitor.note, fontsize="medium", x=0.01, ha="left")
     # IPython shows a figure by itself only after `%matplotlib`.
     figure._repr_png_ = partial(as_png, figure)
     return figure

@@ -19,7 +19,6 @@ class Period:
     Attributes:
         waiting_seconds: how long a device had nothing to do while others worked.
         peak_bytes: the most in use in any of the steps; 0 where devices do not count it.
-        in_turns: in how many steps replicas on the CPU ran one after another.
 
     Example:
         >>> step = StepUsage((3, 1), (0.75, 0.25), step_seconds=0.75, peak_bytes=(10, 20))
@@ -33,14 +32,12 @@ class Period:
     busy_seconds: tuple[float, ...] = ()
     waiting_seconds: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
-    in_turns: int = 0
 
     @classmethod
     def of(cls, step: StepUsage) -> Period:
         """The period of one step."""
         peaks = step.peak_bytes or (0,) * len(step.sizes)
-        turns = int(step.in_turns)
-        return cls(1, step.sizes, step.busy_seconds, step.waiting_seconds, peaks, turns)
+        return cls(1, step.sizes, step.busy_seconds, step.waiting_seconds, peaks)
 
     def __add__(self, other: Period) -> Period:
         """Both periods as one."""
@@ -52,7 +49,6 @@ class Period:
             tuple(map(operator.add, self.busy_seconds, other.busy_seconds)),
             tuple(map(operator.add, self.waiting_seconds, other.waiting_seconds)),
             tuple(map(max, self.peak_bytes, other.peak_bytes)),
-            self.in_turns + other.in_turns,
         )
 
     @property

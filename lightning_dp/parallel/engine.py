@@ -319,17 +319,17 @@ class Engine:
             self.latest_training, self._counted = call.name, shards.sizes
             for usage, size in zip(self.usage, shards.sizes, strict=True):
                 usage.samples += size
-            self._add_seconds(tasks, in_turns=calls.one_by_one)
+            self._add_seconds(tasks)
             if self.meter.is_watched and not call.has_backward:
                 self.meter.stop()
         return outputs
 
-    def _add_seconds(self, tasks: Sequence[Task], *, in_turns: bool = False) -> None:
-        """Adds the seconds that workers spent in these calls, at once or in turns."""
+    def _add_seconds(self, tasks: Sequence[Task]) -> None:
+        """Adds the seconds that workers spent in these calls."""
         for task in tasks:
             self.usage[task.replica].busy_seconds += task.seconds
         if self.meter.is_watched:
-            self.meter.add_seconds({t.replica: t.seconds for t in tasks}, in_turns=in_turns)
+            self.meter.add_seconds({t.replica: t.seconds for t in tasks})
 
     def join(self, outputs: Sequence[Any], shards: Shards) -> Any:
         """Joins replicas' outputs into what one device would return, on the output device."""

@@ -89,10 +89,9 @@ class UsageMeter:
                 span.end()
                 of_device.append(span)
 
-    def add_seconds(self, seconds: Mapping[int, float], *, in_turns: bool = False) -> None:
-        """Adds the seconds that workers spent; `in_turns`: replicas ran one after another."""
+    def add_seconds(self, seconds: Mapping[int, float]) -> None:
+        """Adds the seconds that workers spent."""
         if self._running is not None:
-            self._running.in_turns |= in_turns
             for k, spent in seconds.items():
                 self._running.seconds[k] += spent
 
@@ -141,7 +140,7 @@ class _Step:
 
     def __init__(self, devices: list[torch.device], sizes: Sizes) -> None:
         self.seconds = [0.0] * len(devices)  # of the workers
-        self.in_turns, self.wall = False, 0.0
+        self.wall = 0.0
         self.peak_bytes: tuple[int, ...] = ()
         self._sizes, self._start_bytes = sizes, tuple(map(allocated_memory, devices))
         self._on_cpu = all(device.type == "cpu" for device in devices)
@@ -164,6 +163,5 @@ class _Step:
             busy = [sum([span.seconds for span in of_device]) for of_device in self.spans]
         # Only on the CPU do workers see the whole step: elsewhere autograd runs the backward.
         total = max(self.wall, *busy) if self._on_cpu else max(busy)
-        in_turns = self.in_turns and self._on_cpu and sum(map(bool, self._sizes)) > 1
         memory = self.peak_bytes, self._start_bytes
-        return StepUsage(self._sizes, tuple(busy), total, *memory, in_turns)
+        return StepUsage(self._sizes, tuple(busy), total, *memory)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_flatten
 
-from lightning_dp import DataParallel, data_parallel
+from lightning_dp import DataParallel
 from lightning_dp.parallel.split import chunk, even
 
 CPU = torch.device("cpu")
@@ -363,7 +363,6 @@ def test_without_device_ids_all_devices_of_the_machine_work(on: str) -> None:
     wrapper(inputs(count + 1).float())
     assert wrapper.last_sizes == (2, *[1] * (count - 1))
     wrapper.close()
-    assert data_parallel(wrapper.module, inputs().float()).device == devices_of(1)[0]
 
 
 @on_separate

@@ -15,7 +15,7 @@ from support.traces import threads_left
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
-from lightning_dp import data_parallel, gather, parallel_apply, replicate, scatter
+from lightning_dp import gather, parallel_apply, replicate, scatter
 
 pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.filterwarnings("ignore:Input #")]
 
@@ -44,26 +44,6 @@ def pair(make: Any = perceptron) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     one = make().double()
     return one, copy.deepcopy(one).to(devices_of(1)[0])
-
-
-@on_k
-def test_data_parallel(k: int) -> None:
-    one, net = pair(lambda: Net(4, 3))
-    calls: list[tuple[Any, Any]] = [
-        (inputs(), None),
-        ((inputs(), 2.0), {}),
-        (None, None),
-        (None, {"x": inputs(3)}),
-    ]
-    for args, kwargs in calls:
-        y = data_parallel(net, args, devices_of(k), "cpu", module_kwargs=kwargs)
-        positional = () if args is None else args if isinstance(args, tuple) else (args,)
-        expected = one(*positional, **kwargs or {})
-        assert_equal_trees(y, expected, "outputs", **EXACT)
-        y.exp().sum().backward(), expected.exp().sum().backward()
-    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
-    turned = data_parallel(nn.Identity(), inputs(4, 4).T.contiguous(), devices_of(k), -1, dim=1)
-    assert_equal_trees(turned, inputs(4, 4).T, "outputs", **EXACT)
 
 
 @pytest.mark.parametrize("make", [perceptron, Rnn])

@@ -164,24 +164,6 @@ def test_rows_of_loggers(name: str, on: str) -> None:
     assert monitor.total.steps == (1 if name == "one step" else 3 * options.get("max_epochs", 2))
 
 
-TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "in order": ({"executor": "inorder"}, {}),
-    "forward mode": ({"executor": "inorder", "mode": "forward"}, {}),
-    "deterministic": ({}, {"deterministic": True}),
-}
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_it_says_that_replicas_took_turns(name: str) -> None:
-    options, of_trainer = TURNS[name]
-    strategy = DataParallelStrategy(**options)
-    monitor = watched(module=Forward(), strategy=strategy, max_epochs=1, **of_trainer)
-    count = monitor.total.steps
-    note = f"The replicas took turns in {count} of {count} steps: the others wait."
-    assert monitor.note == str(monitor).splitlines()[-1] == note
-    assert note in monitor._repr_mimebundle_()["text/html"]
-
-
 def test_a_replica_has_the_same_name_wherever_it_is_shown(on: str, tmp_path: Path) -> None:
     monitor = DataParallelMonitor()
     job = trainer(3, callbacks=[monitor])
@@ -221,7 +203,7 @@ def test_nothing_is_measured_before_a_fit_and_on_one_device(strategy: str | None
     rows = Rows()
     monitor = watched(1, strategy=strategy, logger=rows) if strategy else DataParallelMonitor()
     assert not rows.rows and monitor.devices == () and monitor.total == Period()
-    assert monitor.summary() == [] and monitor.note is None
+    assert monitor.summary() == []
     assert monitor._repr_mimebundle_() == {"text/plain": str(monitor)}
     assert str(monitor) == "DataParallelMonitor: no training step on several devices was measured"
     with pytest.raises(ValueError, match=r"plot: expected .* got none\. "):

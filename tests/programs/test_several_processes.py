@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_dp.app.together import of_all, quiet_other_processes
+from lightning_dp.app.report import of_all
+from lightning_dp.app.run import quiet_other_processes
 
 OPTIONS = ("trainer.devices=2", "trainer.max_epochs=2", "trainer.deterministic=true")
 

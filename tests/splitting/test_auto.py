@@ -22,6 +22,7 @@ from support.oracle import ByHand, Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelMonitor, DataParallelStrategy
+from lightning_dp.auto_split import AutoMode
 from lightning_dp.parallel.split import Auto, StepUsage
 from lightning_dp.parallel.split.learning import FIRST_ROUND, LONGEST_ROUND, DeviceCountTuner
 
@@ -154,10 +155,9 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         output = step(self, method, *args, **kwargs)
-        if self._auto is not None:
+        if isinstance(self._mode, AutoMode):
             is_root = any(self.last_sizes) and not any(self.last_sizes[1:])
-            is_alone = self._auto.is_alone
-            seen["alone" if is_alone else "root" if is_root else "several"] += 1
+            seen["alone" if self._mode.is_alone else "root" if is_root else "several"] += 1
         return output
 
     monkeypatch.setattr(DataParallelStrategy, "_step", counted)

@@ -39,7 +39,6 @@ class StepUsage:
             `busy_seconds`.
         peak_bytes: the most bytes in use on its device during the step; 0 on the CPU.
         start_bytes: the bytes in use on its device when the step began; 0 on the CPU.
-        in_turns: whether several replicas on the CPU ran one after another.
     """
 
     sizes: Sizes
@@ -47,7 +46,6 @@ class StepUsage:
     step_seconds: float = 0.0
     peak_bytes: tuple[int, ...] = ()
     start_bytes: tuple[int, ...] = ()
-    in_turns: bool = False
 
     @property
     def waiting_seconds(self) -> tuple[float, ...]:

@@ -212,6 +212,8 @@ class DataParallelMixin(CheckpointMixin):
             precision_plugin=precision_plugin,
         )
 
+    __init__.__qualname__ = "DataParallelStrategy.__init__"  # as Python names it in a TypeError
+
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
         return {**super().__getstate__(), "_mode": None, "_first_steps": None}

@@ -517,7 +517,7 @@ _WHY = {
         "sees each shard alone. Do that in on_before_batch_transfer, which has the whole batch."
     ),
     "sum": 'The loss is a sum over samples, not a mean: use loss_reduction="sum".',
-    "mean": "The loss is a mean over samples: leave out num_items and loss_reduction.",
+    "mean": 'The loss is a mean over samples: leave out loss_reduction="sum", or num_items.',
     "items": (
         "The loss is a mean over something else than samples, such as valid tokens: the shards "
         "weigh {} in it, by number of samples {}. Return "
@@ -535,7 +535,8 @@ _WHY = {
     ),
     "logged value": (
         "Logged values that are not means over samples: {}. Log a torchmetrics metric, or pass "
-        'self.log(..., reduce_fx="sum") for a sum, batch_size=n for a mean over n items.'
+        'self.log(..., reduce_fx="sum") for a sum, of which an epoch logs the total, or '
+        "batch_size=n for a mean over n items."
     ),
     "output": (
         "{} is not one row per sample, or looks at other samples of the batch. Return rows, say "

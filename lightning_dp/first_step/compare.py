@@ -208,7 +208,9 @@ class Report:
         cut = f"the first {sum(used)} samples, split as {', '.join(map(str, used))}"
         if not self.differences:
             same = f"{self.option}: {self.name} gives the numbers of one device on {cut}"
-            return same + "".join(f"; but: {text.rstrip('.')}" for text in self.known) + "."
+            return (
+                same + "".join(f", but for this: {text.rstrip('.')}" for text in self.known) + "."
+            )
         lines = [f"{self.option}: on {cut}, {self.name} does not give the numbers of one device."]
         lines += [text for cause, text in self.causes.items() if cause not in KNOWN]
         for kind, group in groupby(self.differences, lambda difference: difference.key.kind):

@@ -201,7 +201,7 @@ def test_what_every_data_parallel_trainer_has_is_one_line_at_info(
     with caplog.at_level(logging.INFO, LOGGERS[0]), caplog.at_level(logging.INFO, LOGGERS[1]):
         fit(Normed(), check="auto")
     [line] = [m for m in caplog.messages if "check_first_step" in m and "training_step" in m]
-    assert "gives the numbers of one device" in line and "; but: batch norm" in line
+    assert "gives the numbers of one device" in line and ", but for this: batch norm" in line
 
 
 def test_what_a_step_prints_warns_and_logs_in_the_check_is_not_shown() -> None:

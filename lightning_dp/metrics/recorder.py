@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
 from itertools import compress
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -206,9 +207,10 @@ class StepRecorder(ReplicaRules):
             try:
                 self.replay(shards)
             except torch.OutOfMemoryError as error:  # what was logged cannot be taken back
+                where = " ".join(getattr(error, "__notes__", ()))
                 raise RuntimeError(
                     "Expected room for what a step logs and measures of the whole batch, got: "
-                    f"{error} Make the batch smaller."
+                    f"{error} {where} Make the batch smaller."
                 ) from error
         finally:
             for record in self._records:
@@ -324,13 +326,8 @@ def merged_log(
     value, values = first.value, [call.value for call in calls]
     if len(values) == 1:
         value = value.to(device) if isinstance(value, Tensor) else value
-    elif not isinstance(value, MetricAt):
-        numbers = [
-            v
-            if isinstance(v, Tensor) and v.dtype in _KEPT_DTYPES and v.device == device
-            else _as_number(v, device)
-            for v in values
-        ]
+    elif isinstance(value, Tensor | Number):  # what else a step logs, Lightning has a word on
+        numbers = [_as_number(v, device) for v in values]
         value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return LogCall(first.name, value, options, first.source)
 

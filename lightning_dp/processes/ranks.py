@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -81,6 +82,9 @@ class ProcessesMixin(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Called by the Trainer once it knows the environment, the devices and the machines."""
+        is_slurm = hasattr(self.cluster_environment, "auto_requeue")  # in both packages
+        if is_slurm and "SLURM_NTASKS" not in os.environ:
+            self.cluster_environment = LightningEnvironment()  # srun has started one process
         size, nodes, count = self.world_size, self.num_nodes, len(self.machine_devices or ())
         if size == 1:
             if nodes > 1:

@@ -182,6 +182,7 @@ def test_training_equals_one_device(mode: str) -> None:
 
 
 @on_cpu
+@pytest.mark.usefixtures("unchecked")  # it names the list that the hook appends to
 def test_the_module_is_as_before_afterwards() -> None:
     module = NormedClassifier()
     layer, before, keys = module.net[1], dict(module.net[1].__dict__), list(module.state_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -309,3 +310,13 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     save(link, 1)
     assert link.is_symlink() and not target.is_symlink()
     assert read(link)["n"] == 1 and stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_without_safetensors_the_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-dp\[safetensors\]'"):
+        read(path)

@@ -140,6 +140,7 @@ class Places(Classifier):
 
 
 @on_separate
+@pytest.mark.usefixtures("unchecked")  # it names the places: on one device they are others
 @pytest.mark.parametrize(
     ("output_device", "move_batch"), [(None, True), ("cpu", True), (1, False), ("other", True)]
 )

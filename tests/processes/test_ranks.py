@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from support.oracle import QUIET, ByHand, Classifier, loader
@@ -36,6 +37,12 @@ def test_a_machines_devices_are_shared_out(environ: Any, monkeypatch: pytest.Mon
     own = started(monkeypatch, environ)
     assert (own.global_rank, own.local_rank, own.node_rank, own.world_size) == (3, 1, 1, 4)
     assert own.replica_names == ("process3/cpu:0", "process3/cpu:1")
+
+
+def test_a_slurm_job_without_tasks_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"num_nodes": 1, "plugins": [SLURMEnvironment()]}
+    own = started(monkeypatch, {"SLURM_JOB_ID": 7}, **options)
+    assert (own.global_rank, own.world_size, len(own.parallel_devices)) == (0, 1, 5)
 
 
 @pytest.mark.parametrize(

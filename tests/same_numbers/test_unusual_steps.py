@@ -68,8 +68,24 @@ class WithHook(OwnBackward):
         self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
+class StepsInBackward(Classifier):
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.own = torch.optim.SGD([parameter], 0.05, momentum=0.9)
+            parameter.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, parameter: Any) -> None:
+        parameter.own.step()
+        parameter.own.zero_grad()
+
+    def configure_optimizers(self) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.")
 @pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.parametrize("make", [OwnBackward, WithHook])
+@pytest.mark.parametrize("make", [OwnBackward, WithHook, StepsInBackward])
 def test_an_own_backward(make: Any, mode: str) -> None:
     assert_same(run(make, 3, strategy={"mode": mode}), run(make, 1))
 

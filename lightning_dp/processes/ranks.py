@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy

@@ -254,7 +254,7 @@ class Call(ABC):
                 values[Key(kind, name)] = value
         for name, parameter in self.module.named_parameters() if loss is not None else ():
             gradient = parameter.grad
-            if parameter.requires_grad:
+            if parameter.requires_grad and not parameter.is_inference():  # no one trains those
                 dense = None if gradient is None else copy_to_cpu(gradient).to_dense()
                 values[Key("gradient", name)] = dense
         return values

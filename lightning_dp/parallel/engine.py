@@ -277,8 +277,8 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        compiles = replicas.compiled.are_known
-        in_threads = self.executor.choose(call.name, len(shards.active), compiles=compiles)
+        in_order = replicas.compiled.are_known or replicas.need_one_thread
+        in_threads = self.executor.choose(call.name, len(shards.active), in_order=in_order)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's gradients.
             replicas.share_parameters(call.has_backward and not in_threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -13,6 +14,16 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}",)
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Adds a note to an error of somebody's code."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, note)
+        raise
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

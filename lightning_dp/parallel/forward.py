@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -126,6 +127,10 @@ class ForwardParallel(Engine):
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        for name, value in arguments.items():
+            if isinstance(value, nn.Module):
+                paths = [path for path, module in self.module.named_modules() if module is value]
+                arguments[name] = OwnPart(paths[0]) if paths else value
         again = backward_id() >= 0  # a checkpoint calls again, in a thread of autograd
         self.num_calls += 1
         if not again:
@@ -158,6 +163,13 @@ def _spread(engine: ForwardParallel, path: str, *args: Any, **kwargs: Any) -> An
     return engine.spread(path, args, kwargs)
 
 
+@dataclass(frozen=True)
+class OwnPart:
+    """An argument that is a part of the module: each replica gets its own."""
+
+    path: str
+
+
 class SpreadCall(ReplicaCall):
     """Calls `forward` of a submodule on all replicas, each with its shard of the arguments.
 
@@ -178,8 +190,11 @@ class SpreadCall(ReplicaCall):
 
     def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
         """The replica's `forward`."""
-        rest = {name: value for name, value in shard.items() if isinstance(name, str)}
-        args = map(shard.get, range(self._num_args))
+        given = {
+            k: module.get_submodule(v.path) if type(v) is OwnPart else v for k, v in shard.items()
+        }
+        rest = {name: value for name, value in given.items() if isinstance(name, str)}
+        args = map(given.get, range(self._num_args))
         return compiled_forward(module.get_submodule(self.path))(*args, **rest)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:

@@ -190,7 +190,7 @@ def test_the_first_error_arrives_as_it_is_with_a_note_and_threads_end() -> None:
 
     with pytest.raises(LookupError, match=r"^failed in 1") as caught:
         parallel_apply([Failing()] * 3, [0, 1, 2])
-    assert said(caught.value) == "failed in 1\n[in replica 1 on cpu:1, forward]"
+    assert said(caught.value).startswith("failed in 1\n[in replica 1 on cpu:1, forward, in a ")
     assert not threads_left()
 
 

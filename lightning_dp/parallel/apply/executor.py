@@ -98,16 +98,17 @@ class Executor:
             watch_checkpoints(_watch_checkpoint)
             check_dual_levels(_check_dual_level)
 
-    def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
+    def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        Always in order are: a single call, modules that torch.compile may compile, and calls under
-        function modes, dispatch modes or saved tensor hooks, which rely on the order of operations.
+        Always in order are: a single call, modules that torch.compile may compile or that hold a
+        `threading.local`, and calls under function modes, dispatch modes or saved tensor hooks,
+        which rely on the order of operations.
 
         Returns:
             Whether in threads.
         """
-        tuner, in_threads = None, self._allows_threads and count > 1 and not compiles
+        tuner, in_threads = None, self._allows_threads and count > 1 and not in_order
         if in_threads and any([count() for count in MODE_COUNTS]) and has_own_modes():
             in_threads = False
         elif in_threads and self._measures:
@@ -257,6 +258,7 @@ class ExecutorTuner:
 NOT_BEGUN, BEGINNING = "has not begun", "is about to begin"
 RUNNING, ENDED = "is still running", "has ended"
 """The states of a replica that does not wait in a rendezvous, as errors say them."""
+IN_WORKER = ', in a worker thread; executor="inorder" runs replicas in the calling thread'
 
 Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
 """What the main thread does in a rendezvous: from the replicas' values to what each one gets."""
@@ -487,7 +489,8 @@ class Calls:
         results = [task.result for task in tasks]
         failed = [task for task in tasks if task.error is error]
         if error is not None and failed and not isinstance(error, RendezvousError):
-            add_note(error, f"[in {failed[0].name}{failed[0].context()}]")
+            in_worker = "" if failed[0].on_main_thread else IN_WORKER
+            add_note(error, f"[in {failed[0].name}{failed[0].context()}{in_worker}]")
         self.is_open, self.participants, self.broken = False, [], None
         for task in tasks:  # workers may keep the latest one; it refers to a batch and to graphs
             task.result = task.error = task.reply = None

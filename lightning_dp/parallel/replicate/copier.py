@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache, partial
@@ -61,6 +62,7 @@ class Copier:
         has_graphs: whether a tensor requires gradients.
         holds_tensors: whether a copy refers to parameters or buffers.
         compiles: whether a compiled function was found.
+        has_local: whether a `threading.local` was found, which is empty in other threads.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Copier:
         self._outside: set[int] = set()  # ids of what reaches no part of the module
         self.containers: list[Collection[Any]] = []
         self.moved: list[Tensor] = []
-        self.has_graphs = self.holds_tensors = self.compiles = False
+        self.has_graphs = self.holds_tensors = self.compiles = self.has_local = False
 
     def tensor(self, value: Tensor) -> Any:
         """What the replica has in the place of a tensor that is an attribute.
@@ -193,6 +195,7 @@ class Copier:
             if id(item) in self._memo:
                 return True
             seen.add(id(item))
+            self.has_local |= isinstance(item, threading.local)
             waiting.extend(_within(item))
         self._outside |= seen
         return False

@@ -67,6 +67,7 @@ class Replicas:
         root_parameters: the root's parameters, tied ones once.
         packing: how parameters, and gradients of their kinds, are packed when they travel.
         compiled: the module's compilations.
+        need_one_thread: whether the module holds a `threading.local`.
 
     Args:
         root: the module.
@@ -214,6 +215,7 @@ class Replicas:
         self._hold_tensors = any([copier.holds_tensors for copier in copiers])
         self._have_graphs = any([copier.has_graphs for copier in copiers])
         self.compiled.are_known |= any([copier.compiles for copier in copiers])
+        self.need_one_thread = any([copier.has_local for copier in copiers])
         self._attributes = Contents([vars(owner).values() for owner in self._structure.owners])
         self._containers = Contents([c for copier in copiers for c in copier.containers])
         self._moved = [tensor for copier in copiers for tensor in copier.moved]
@@ -514,6 +516,8 @@ def alias_parameters(
         for i, alias in zip(group, aliases, strict=True):
             # Tensors with a graph refuse to be copied; what a forward copies are the parameters.
             vars(alias).update(vars(twins[i]), __deepcopy__=twins[i].__deepcopy__)
+            if isinstance(roots[i], nn.Parameter) and type(roots[i]) is not nn.Parameter:
+                alias.__class__ = type(roots[i])
             tensors[i] = alias
     return tensors
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.errors import noted
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.scatter.tree import is_array, is_movable, leaf_type, size_of
 
@@ -159,7 +160,9 @@ def read_as_module_says(module: Any, batch: Any, dim: int, **options: bool) -> I
 
     As its contents say, if these have that size; else what has it is cut.
     """
-    size, name = module.batch_size(batch), f"{type(module).__qualname__}.batch_size"
+    name = f"{type(module).__qualname__}.batch_size"
+    with noted(f"[cutting the batch, {name}]"):
+        size = module.batch_size(batch)
     if type(size) is not int or size < 0:
         raise BatchSizeError(
             f"{name}: expected the number of samples as an int of at least 0, got {size!r:.80}. "

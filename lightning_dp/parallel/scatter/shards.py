@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from lightning_dp.parallel.comm import to_device_coalesced
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
-from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.errors import noted
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.scatter.batch_size import (
     WAY_OUT,
@@ -142,7 +142,8 @@ def cut_for(
     split_batch = getattr(module, "split_batch", None)
     if split_batch is None:
         return cut(batch, sizes, dim, inferred)
-    parts = list(split_batch(batch, sizes))
+    with noted(f"[cutting the batch, {type(module).__qualname__}.split_batch]"):
+        parts = list(split_batch(batch, sizes))
     if len(parts) != len(sizes):
         raise ValueError(
             f"{type(module).__qualname__}.split_batch: expected one shard for each of "
@@ -210,7 +211,8 @@ class _Cut(NamedTuple):
         if kind.size(leaf, self.dim) != self.total:
             return [leaf] * len(self.sizes)
         try:
-            return kind.cut(leaf, self.sizes, self.dim)
+            with noted(f"[cutting {tree.name(path)}, a {type(leaf).__qualname__}]"):
+                return kind.cut(leaf, self.sizes, self.dim)
         except CannotCut as error:
             got = type(leaf).__qualname__
             if isinstance(leaf, Tensor):
@@ -219,9 +221,6 @@ class _Cut(NamedTuple):
                 f"Expected a leaf {error}, got {tree.name(path)} of {got}. "
                 f"Change it in the collate function. {WAY_OUT}"
             ) from None
-        except Exception as error:  # of a library's own class
-            add_note(error, f"[cutting {tree.name(path)}, a {type(leaf).__qualname__}]")
-            raise
 
 
 def _check_replicated(leaf: Any, path: tree.Path, n: int, dim: int) -> None:

@@ -242,7 +242,8 @@ _SLICEABLES = LeafType(
 class Attribute:
     """The key of a list that is an attribute of a mapping, not one of its items.
 
-    The encodings that Hugging Face's tokenizers keep on their batches are such a list.
+    The encodings that Hugging Face's tokenizers keep on their batches are such a list. A field of a
+    dataclass that is a mapping is one, too, where it is not the item of its name.
     """
 
     name: str
@@ -261,8 +262,13 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
         return list(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
     if isinstance(node, Mapping):
         attributes = getattr(node, "__dict__", {}).items()  # some mappings show items there, too
-        lists = [(Attribute(k), v) for k, v in attributes if is_list(v) and k not in node]
-        return [*node.items(), *lists]
+        fields = getattr(cls, "__dataclass_fields__", ())
+        others = [
+            (Attribute(k), v)
+            for k, v in attributes
+            if (is_list(v) and k not in node) or (k in fields and v is not node.get(k))
+        ]
+        return [*node.items(), *others]
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls)]
         return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
@@ -301,13 +307,21 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
     if not isinstance(node, MutableMapping):
         return type(node)(entries)  # type: ignore[call-arg]  # immutable mappings are made like that
-    clone = copy.copy(node)
+    clone: Any
+    if isinstance(node, dict) and dataclasses.is_dataclass(node):
+        clone = type(node).__new__(type(node))  # `OrderedDict.copy` would call `__init__`
+        vars(clone).update(vars(node))
+    else:
+        clone = copy.copy(node)
     if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
         # The copy shares the dict in which the mapping keeps its items.
         inner = {key: copy.copy(value) for key, value in vars(node).items() if type(value) is dict}
         vars(clone).update(inner)
     for key, value in entries.items():  # some mappings refuse update()
         clone[key] = value
+    for key, value in getattr(node, "__dict__", {}).items():
+        if key in entries and value is node[key]:  # the attribute is the item
+            attributes[key] = entries[key]
     if attributes:
         vars(clone).update(attributes)
     return clone

@@ -3,7 +3,6 @@
 A first word without ``=`` is the verb; without one it is ``train``.
 """
 
-import difflib
 import importlib
 import re
 import sys
@@ -41,10 +40,9 @@ def main() -> Any:
         # Programs read their own options; child processes of a training start as trainings.
         verb = sys.argv.pop(1)
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, 1)
         print(
             f"error: expected one of {', '.join(VERBS)}, or an option such as experiment=digits, "
-            f"got {verb!r}." + "".join(f" Did you mean {name!r}?" for name in near),
+            f"got {verb!r}.",
             file=sys.stderr,
         )
         return 2

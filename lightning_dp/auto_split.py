@@ -56,6 +56,7 @@ class AutoMode(Mode):
         stays = isinstance(mode, ForwardMode) and not mode.moves_batch and root.type != "cpu"
         self._can_be_alone = root == output_device and not stays
         # Of the latest batch:
+        self.is_alone = False  # its step is the root's, without the engine
         self._step, self._num_samples = "", 0
         self._accumulates = False  # the optimizer waits after its step for a later one
         self._num_batches = 0  # since the optimizer's step before

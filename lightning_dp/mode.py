@@ -28,7 +28,6 @@ class Mode(ABC):
 
     engine: Engine
     dataloader_idx = 0  # of the latest batch
-    is_alone = False  # the latest step ran on the root, without the engine
 
     def __init__(self, module: LightningModule, transfer: Transfer) -> None:
         self.module, self.transfer = module, transfer
@@ -109,5 +108,5 @@ def has_user_hooks(trainer: Any) -> bool:
         if owner is not None
         for name in _BETWEEN_STEPS
     ]
-    theirs = ("lightning.", "pytorch_lightning.", "lightning_dp.")
-    return not all(h is None or getattr(h, "__module__", "").startswith(theirs) for h in hooks)
+    packages = {getattr(hook, "__module__", "").partition(".")[0] for hook in hooks if hook}
+    return not packages <= {"lightning", "pytorch_lightning", "lightning_dp"}

@@ -5,7 +5,7 @@ A mode runs the batches and steps of the loop: `step_mode` or `forward_mode`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -31,11 +31,10 @@ from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
 from lightning_dp.mode import Mode, has_user_hooks, why_forward_mode
-from lightning_dp.parallel.apply import optimizer_threads
 from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
-from lightning_dp.parallel.gather import Override
+from lightning_dp.parallel.gather import Override, without_rows
 from lightning_dp.parallel.split import (
     Auto,
     OwnSplit,
@@ -232,20 +231,15 @@ class DataParallelMixin(CheckpointMixin):
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        """Takes the machine's devices, ours or the Trainer's, and checks what depends on them.
-
-        Where several processes share them out, `take_devices` comes next.
-        """
+        """Takes the machine's devices, ours or the Trainer's."""
         self.machine_devices = parallel_devices
-        self._take(parallel_devices, self._weights)
+        self.take_devices(slice(None))
 
     @override
     def take_devices(self, own: slice) -> None:
-        machine = self.machine_devices or []
-        self._take(machine[own], None if self._weights is None else self._weights[own])
-
-    def _take(self, devices: list[torch.device] | None, weights: Sequence[float] | None) -> None:
-        self._devices, self._own_weights = devices, weights
+        """Keeps these of the machine's devices, and checks what depends on them."""
+        devices = self._devices = self.machine_devices and self.machine_devices[own]
+        weights = self._own_weights = None if self._weights is None else self._weights[own]
         self.share = float(sum(weights or [1] * len(devices or ())))
         self._split_policy: SplitPolicy | None = None
         if devices:
@@ -397,7 +391,8 @@ class DataParallelMixin(CheckpointMixin):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._step("predict_step", *args, **kwargs)
-        return self.own_rows(output, sum(self.last_sizes))
+        is_empty = self.world is not None and self.world.is_idle  # this rank's slice of the batch
+        return without_rows(output, 0, sum(self.last_sizes)) if is_empty else output
 
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
         mode, checks = self._mode, self._first_steps
@@ -432,29 +427,6 @@ class DataParallelMixin(CheckpointMixin):
         closure_loss = plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    @override
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        mode = self._mode
-        kind = None if mode is None or not mode.engine.on_cpu else mode.engine.latest_training
-        if mode is None or not kind or not mode.engine.executor.is_in_threads(kind):
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        # Beside workers, an optimizer that takes a team of threads would wait for them to wake.
-        num_threads = torch.get_num_threads()
-
-        def with_all_gradients() -> Any:
-            torch.set_num_threads(num_threads)  # an optimizer may call this several times
-            result = closure()
-            if not mode.is_alone:
-                torch.set_num_threads(optimizer_threads(optimizer))
-            return result
-
-        try:
-            return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
-        finally:
-            torch.set_num_threads(num_threads)
 
     @contextmanager
     @override

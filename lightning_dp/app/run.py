@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from hydra.errors import CompactHydraException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
@@ -101,40 +99,8 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
 
 @rank_zero_only
 def _print_way_on(what: str, folder: Path) -> None:
-    """Names the run folder, and the latest checkpoint to resume from."""
+    """Names the run folder, and the last epoch's checkpoint to resume from."""
     print(f"{what}. Run folder: {folder}", file=sys.stderr)
-    names = ("interrupted.ckpt", "last.ckpt")
-    found = [path for name in names if (path := folder / "checkpoints" / name).is_file()]
-    if found:
-        latest = max(found, key=lambda path: path.stat().st_mtime)
-        print(f"To go on: ckpt_path={latest}", file=sys.stderr)
-
-
-class InterruptedCheckpoint(Callback):
-    """Saves a checkpoint when Ctrl-C or an error ends training among the batches of an epoch.
-
-    Not before its first step, nor in a validation, of which a resumed training would only run the
-    rest: then the last epoch's checkpoint remains. Lightning's OnExceptionCheckpoint saves in both,
-    and makes ``fit`` look for a checkpoint to resume from, too.
-
-    Args:
-        dirpath: folder of the file ``interrupted.ckpt``.
-    """
-
-    def __init__(self, dirpath: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self.path = Path(dirpath) / "interrupted.ckpt"
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Saves the checkpoint if the training has taken a step, and the epoch is not through."""
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or trainer.validating:
-            return
-        # Saving is collective, and several processes are never stopped at the same point.
-        is_alone = trainer.world_size == 1
-        is_dry = getattr(trainer, "fast_dev_run", False)
-        batches = trainer.fit_loop.epoch_loop.batch_progress
-        is_through = batches.is_last_batch and batches.current.completed == batches.current.ready
-        if is_alone and trainer.global_step > 0 and not is_dry and not is_through:
-            trainer.save_checkpoint(self.path, weights_only=False)
+    last = folder / "checkpoints" / "last.ckpt"
+    if last.is_file():
+        print(f"To go on: ckpt_path={last}", file=sys.stderr)

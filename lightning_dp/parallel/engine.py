@@ -124,7 +124,6 @@ class Engine:
     Attributes:
         asked: the module whose `batch_size`, `split_batch` and `sample_cost` are called.
         last_sizes: samples per device in the latest `apply`.
-        latest_training: the name of the latest training call.
         usage: what each replica has done in training.
         accumulating: whether the optimizer waits for a later backward.
         before_replica: called before each replica's call.
@@ -136,7 +135,6 @@ class Engine:
     frozen_may_change = True  # code between steps may write to parameters that are not trained
     accumulating = is_rerun = False
     last_sizes: Sizes = ()
-    latest_training = ""
     before_replica: Callable[[], object] | None = None
 
     def __init__(
@@ -316,7 +314,7 @@ class Engine:
             compiled.are_known = True
         if call.training:
             self.reducer.after_forward(shards)
-            self.latest_training, self._counted = call.name, shards.sizes
+            self._counted = shards.sizes
             for usage, size in zip(self.usage, shards.sizes, strict=True):
                 usage.samples += size
             self._add_seconds(tasks)

@@ -24,7 +24,7 @@ from lightning_dp.lightning_private import join_process_group, running_hook
 from lightning_dp.parallel.apply import collectives, current_participant, fewest_samples
 from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.devices import replica_names
-from lightning_dp.parallel.gather import gather, without_rows
+from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.split import Sizes, even, fitted, weighted
 from lightning_dp.processes.slices import RankLoader, open_slices
 
@@ -174,14 +174,8 @@ class ProcessesMixin(ParallelStrategy):
 
     def _slice_sizes(self, n: int) -> Sizes:
         """The sizes of all ranks' slices, none too small for the module's batch norm layers."""
-        sizes, module = weighted(n, self._shares), self.lightning_module
-        least = 1 if module is None else fewest_samples(module)
-        return fitted(sizes, None, least) or sizes
-
-    def own_rows(self, output: Any, n: int) -> Any:
-        """What a step returned for n samples, without its rows if the rank's slice is empty."""
-        is_empty = self.world is not None and self.world.is_idle
-        return without_rows(output, 0, n) if is_empty else output
+        sizes = weighted(n, self._shares)
+        return fitted(sizes, None, fewest_samples(cast(nn.Module, self.lightning_module))) or sizes
 
     @property
     def is_distributed(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.fabric.utilities.data import sized_len
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -59,13 +59,13 @@ class RankLoader:
                 f"{', '.join(map(str, lengths))}. Give every process the same data set and sampler."
             )
         self.loader: DataLoader[Any] = loader
-        self._sizes, self._world = sizes, world
         self._are_empty: deque[bool] = deque()  # of slices drawn, but not yielded yet
         self._own = object.__new__(type(loader))
         # Past DataLoader.__setattr__, which refuses a new batch_sampler; without the iterator that
         # holds persistent workers. `in_order` lets batches come in the order of their indices.
         kept = {n: v for n, v in vars(loader).items() if not isinstance(v, Iterator)}
-        vars(self._own).update(kept, in_order=True, batch_sampler=_Indices(self))
+        sampler = _SliceSampler(loader.batch_sampler, sizes, world, self._are_empty)
+        vars(self._own).update(kept, in_order=True, batch_sampler=sampler)
 
     def __len__(self) -> int:
         """The number of global batches."""
@@ -81,13 +81,21 @@ class RankLoader:
         """Of the user's loader."""
         return getattr(self.loader, name)
 
-    def draw(self) -> Iterator[list[Any]]:
-        """The indices of this rank's slices."""
-        rank, sampler = self._world.rank, cast(Any, self.loader.batch_sampler)
-        drawn = iter(sampler) if rank == 0 else iter(())
-        notes = is_index_sampler(sampler)  # it notes the indices of `predict` for writers
+
+class _SliceSampler:
+    """The indices of this rank's slices: the `batch_sampler` of a copied DataLoader."""
+
+    def __init__(
+        self, sampler: Any, sizes: Callable[[int], Sizes], world: World, are_empty: deque[bool]
+    ) -> None:
+        self._sampler, self._sizes, self._world = sampler, sizes, world
+        self._are_empty = are_empty
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        rank, drawn = self._world.rank, iter(self._sampler if self._world.rank == 0 else ())
+        notes = is_index_sampler(self._sampler)  # it notes the indices of `predict` for writers
         if notes:
-            sampler.seen_batch_indices = []
+            self._sampler.seen_batch_indices = []
         for number in count():
             indices = self._world.broadcast(next(drawn, None))
             if indices is None:
@@ -96,19 +104,9 @@ class RankLoader:
             ends = [0, *accumulate(self._sizes(len(indices)))]
             own = indices[ends[rank] : ends[rank + 1]]
             if notes:
-                sampler.seen_batch_indices[number:] = [own]
+                self._sampler.seen_batch_indices[number:] = [own]
             self._are_empty.append(not own)
             yield own or indices[:_STAND_INS]
-
-
-class _Indices:
-    """The sampler of a copied DataLoader."""
-
-    def __init__(self, owner: RankLoader) -> None:
-        self._owner = owner
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._owner.draw()
 
 
 def open_slices(batch: Any) -> tuple[Any, bool]:

@@ -6,11 +6,8 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any
 
 import pytest
-import torch
-from support import oracle
 
 SCRIPT = """
 import ctypes, gc, resource
@@ -82,25 +79,3 @@ def test_freed_memory(script: str, environment: dict[str, str]) -> None:
     command = [sys.executable, "-c", SCRIPT + script]
     done = subprocess.run(command, capture_output=True, text=True, env=own | environment)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-class Seeing(oracle.Classifier):
-    """Notes how many torch threads the optimizer's step has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append(torch.get_num_threads())
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        assert torch.get_num_threads() == 3
-
-
-@pytest.mark.parametrize(("executor", "threads"), [("threads", 1), ("inorder", 3)])
-def test_in_the_trainer_the_optimizer_alone_takes_one_thread(executor: Any, threads: int) -> None:
-    torch.set_num_threads(3)
-    module = Seeing()
-    oracle.run(lambda: module, 2, strategy={"executor": executor}, max_epochs=1)
-    assert set(module.seen[1:]) == {threads}

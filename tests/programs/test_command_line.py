@@ -41,7 +41,7 @@ def test_every_verb_has_a_help(
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ("docter", 2, "expected one of train, .* got 'docter'. Did you mean 'doctor'?"),
+        ("docter", 2, "expected one of train, .* got 'docter'"),
         ("trainer.device=2", 1, r"Could not override 'trainer.device'"),
         ("strategy=dp_adaptive", 1, r"Could not find 'strategy/dp_adaptive'(?s:.*)dp_custom"),
         ("train --devices=2", 2, "unrecognized arguments: --devices=2"),
@@ -118,8 +118,7 @@ def test_a_signal_loses_at_most_an_epoch(
     (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
     assert process.returncode == status, printed
     assert not said or f"{said}. Run folder: {folder}" in printed
-    name = "interrupted.ckpt" if said else "last.ckpt"
-    assert torch.load(folder / "checkpoints" / name, weights_only=True)["global_step"] >= 6
+    assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] >= 6
 
 
 # --- without any extra ----------------------------------------------------------------------------

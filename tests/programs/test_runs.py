@@ -47,6 +47,11 @@ BARE = ("~logger", "~callbacks.data_parallel_monitor")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended be"),
     pytest.mark.filterwarnings("ignore:the model's own"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
+    pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
 ]
 
 
@@ -176,7 +181,6 @@ def test_metrics(done: Any) -> None:
     assert (folder / "devices.png").read_bytes().startswith(b"\x89PNG")
     assert f"test/acc {found['test/acc']:.4f}" in printed and f"run folder: {folder}" in printed
     assert f"devices: {folder / 'devices.png'}" in printed
-    assert "took turns in 9 of 9 steps" in printed
 
 
 def test_the_log_has_warnings_and_versions(done: Any) -> None:
@@ -252,9 +256,7 @@ def test_an_end_leaves_a_state_to_go_on_from(
         assert stop.value.code == STATUS[error]
     else:
         assert "Traceback" in log.read_text() and "a plug was pulled" in log.read_text()
-    # Of a validation that has begun, a resumed training would run the rest alone.
-    name = "interrupted.ckpt" if where == "training" else "last.ckpt"
-    path = tmp_path / "run" / "checkpoints" / name
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     said = {KeyboardInterrupt: "Interrupted", SystemExit: "Terminated"}.get(error, "Failed")
     lines = f"{said}. Run folder: {tmp_path / 'run'}\nTo go on: ckpt_path={path}\n"
     assert lines in capsys.readouterr().err
@@ -262,8 +264,7 @@ def test_an_end_leaves_a_state_to_go_on_from(
     as_program(train)(configured(tmp_path / "on", of_class(Ends), *ALIKE, f"ckpt_path={path}"))
     end = state(tmp_path / "on" / "checkpoints" / "last.ckpt")
     assert (end["epoch"], end["global_step"]) == (whole["epoch"], whole["global_step"]) == (2, 9)
-    if where != "training":  # a loader begins its epoch anew, as Lightning warns
-        assert_equal_trees(end["state_dict"], whole["state_dict"], "resumed", atol=1e-6, rtol=0)
+    assert_equal_trees(end["state_dict"], whole["state_dict"], "resumed", atol=1e-6, rtol=0)
 
 
 def test_an_unusable_option_leaves_its_traceback_in_the_log(tmp_path: Path, capsys: Any) -> None:

@@ -16,6 +16,5 @@ from lightning_dp.parallel.apply.executor import ExecutorName as ExecutorName
 from lightning_dp.parallel.apply.executor import RendezvousError as RendezvousError
 from lightning_dp.parallel.apply.executor import Task as Task
 from lightning_dp.parallel.apply.executor import current_participant as current_participant
-from lightning_dp.parallel.apply.executor import optimizer_threads as optimizer_threads
 from lightning_dp.parallel.apply.sync_batch_norm import fewest_samples as fewest_samples
 from lightning_dp.parallel.apply.sync_batch_norm import is_synced as is_synced

@@ -626,18 +626,3 @@ def _seed_devices(devices: Sequence[torch.device]) -> None:
     for place, generator in enumerate(generators[1:], 1):
         if generator.initial_seed() == root:
             generator.manual_seed(seed_apart(root, place))
-
-
-# [Note: one thread for the optimizer] On the CPU an operation on more than 32,768 elements wakes a
-# team of OpenMP threads, which spin for some milliseconds before they sleep. After the optimizer's
-# step they would spin beside the workers, whose next step took up to a third longer.
-ALONE = 2**23  # with more elements, a team of threads saves more than it costs
-
-
-def optimizer_threads(optimizer: Any) -> int:
-    """How many torch threads the step of an optimizer on the CPU takes beside workers."""
-    total = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            total += 0 if parameter.grad is None else parameter.numel()
-    return 1 if total <= ALONE else torch.get_num_threads()

@@ -47,11 +47,6 @@ BARE = ("~logger", "~callbacks.data_parallel_monitor")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended be"),
     pytest.mark.filterwarnings("ignore:the model's own"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
-    pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
 ]
 
 

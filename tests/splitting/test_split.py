@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_dp.parallel.split import (
@@ -106,6 +106,7 @@ def test_known_sizes(wanted: Any, caps: Any, least: int, sizes: Any) -> None:
 
 
 @given(costs, ks)
+@example([5.0] * 10 + [0.0] * 10, 2)  # shares of equal sizes would cost 50 and 0
 def test_by_cost_no_device_has_more_than_a_fair_share_and_one_sample(
     of: list[float], k: int
 ) -> None:

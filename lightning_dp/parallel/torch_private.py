@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
+from inspect import signature, unwrap
 from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -189,14 +190,21 @@ def saved_tensors_functions() -> Functions | None:
 
 
 @cache
-def watch_checkpoints(begin_watch: Callable[[], Callable[[], None] | None]) -> None:
+def watch_checkpoints(begin_watch: Callable[[], Callable[[], None] | None]) -> bool:
     """Calls `begin_watch` where a `torch.utils.checkpoint` begins that keeps the random state.
 
-    What it returns is called where the checkpointed function has ended.
+    What it returns is called where the checkpointed function has ended. False, and nothing is
+    watched, where a release of torch makes checkpoints in a way that is not known here.
     """
     module: Any = torch.utils.checkpoint
-    begin = module._checkpoint_without_reentrant_generator
-    forward = module.CheckpointFunction.forward
+    functions = [unwrap(f) for f in vars(module).values() if isinstance(f, FunctionType)]
+    called = {name for function in functions for name in function.__code__.co_names}
+    name = "_checkpoint_without_reentrant_generator"
+    name = next((n for n in (name, f"{name}_impl") if n in called and hasattr(module, n)), "")
+    if not name or not hasattr(module, "CheckpointFunction"):
+        return False
+    begin, forward = getattr(module, name), module.CheckpointFunction.forward
+    parameters = signature(begin)
 
     def watched(is_kept: bool) -> ExitStack:
         stack = ExitStack()
@@ -205,16 +213,18 @@ def watch_checkpoints(begin_watch: Callable[[], Callable[[], None] | None]) -> N
             stack.callback(end)
         return stack
 
-    def begin_watched(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
+    def begin_watched(*args: Any, **kwargs: Any) -> Any:
+        preserve = parameters.bind(*args, **kwargs).arguments.get("preserve_rng_state", True)
         with watched(preserve and torch.is_grad_enabled()):  # else nothing is recomputed
-            yield from begin(function, preserve, *args, **kwargs)
+            yield from begin(*args, **kwargs)
 
     def forward_watched(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
         with watched(preserve):
             return forward(ctx, function, preserve, *args)
 
-    module._checkpoint_without_reentrant_generator = begin_watched
+    setattr(module, name, begin_watched)
     module.CheckpointFunction.forward = staticmethod(forward_watched)
+    return True
 
 
 @cache

@@ -10,6 +10,7 @@ from support import device_kinds
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """To say how many GPUs there are; what is chosen is forgotten again."""
     monkeypatch.setattr(device_kinds, "kinds", device_kinds.kinds)
+    monkeypatch.setattr("sim_devices.IS_SUPPORTED", True)
     return monkeypatch
 
 

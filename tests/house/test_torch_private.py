@@ -39,7 +39,8 @@ NAMES: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: torch.compile(nn.Linear(1, 1), backend="eager"), ("_orig_mod",)),
     (
         lambda: torch.compile(lambda x: x, backend="eager"),
-        ("_torchdynamo_orig_callable", "_torchdynamo_inline", "_torchdynamo_wrapper_id"),
+        # "_torchdynamo_wrapper_id" is newer than torch 2.8; set for an older one, nobody reads it.
+        ("_torchdynamo_orig_callable", "_torchdynamo_inline"),
     ),
     (lambda: torch.compiler.disable(lambda x: x), ("_torchdynamo_disable",)),
     (

@@ -22,6 +22,7 @@ import math
 import statistics
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -95,7 +96,13 @@ class Executor:
         self._latest: dict[str, tuple[bool, ExecutorTuner | None]] = {}  # choice for each kind
         self._workers: list[Worker] = []
         if self._allows_threads:
-            watch_checkpoints(_watch_checkpoint)
+            if not watch_checkpoints(_watch_checkpoint):
+                self._allows_threads = False
+                warnings.warn(
+                    f"torch {torch.__version__} makes activation checkpoints in a way that "
+                    "lightning_dp does not know: replicas run in order, not in threads.",
+                    stacklevel=2,
+                )
             check_dual_levels(_check_dual_level)
 
     def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:

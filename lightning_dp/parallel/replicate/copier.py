@@ -25,14 +25,14 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, TypeAlias, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.torch_private import compiled_function, with_cells
 
-Generators: TypeAlias = WeakKeyDictionary[torch.Generator, torch.Generator]
+Generators: TypeAlias = dict[torch.Generator, torch.Generator]
 
 ATOMS = frozenset(
     {bool, bytes, complex, float, int, str, type, type(None), ModuleType}
@@ -54,9 +54,10 @@ class Copier:
         parts: the replica's modules, parameters and buffers, by the ids of the root's.
         source: the root's device.
         device: the replica's.
-        generators: the replica's generators of random numbers, by the root's.
+        known: the replica's generators of random numbers so far, by the root's.
 
     Attributes:
+        generators: those that the attributes still hold, and new ones.
         containers: the containers that were copied, and their copies.
         moved: the tensors that were copied to the replica's device.
         has_graphs: whether a tensor requires gradients.
@@ -70,10 +71,11 @@ class Copier:
         parts: Mapping[int, Any],
         source: torch.device,
         device: torch.device,
-        generators: Generators,
+        known: Generators,
     ) -> None:
         self._memo = dict(parts)
-        self._source, self._device, self._generators = source, device, generators
+        self._source, self._device, self._known = source, device, known
+        self.generators: Generators = {}
         self._outside: set[int] = set()  # ids of what reaches no part of the module
         self.containers: list[Collection[Any]] = []
         self.moved: list[Tensor] = []
@@ -113,7 +115,8 @@ class Copier:
             return value  # tensors that steps have collected stay where they are
         if kind is torch.Generator:
             device = self._device if value.device == self._source else value.device
-            return self._generators.setdefault(value, torch.Generator(device))
+            twin = self._known.get(value) or torch.Generator(device)
+            return self.generators.setdefault(value, twin)
         if isinstance(value, dict) or kind in (list, deque):
             return self._container(value)
         if isinstance(value, tuple):

@@ -18,7 +18,6 @@ from functools import partial
 from itertools import chain, compress, count
 from operator import attrgetter, is_not, ne
 from typing import Any, Literal, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -331,7 +330,7 @@ class Replica:
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
         self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
-        self.generators: Generators = WeakKeyDictionary()
+        self.generators: Generators = {}
         self._make_modules(rules)
 
     def _make_modules(self, rules: ReplicaRules) -> None:
@@ -480,6 +479,7 @@ class Replica:
                 target[name] = copier.tensor(value)
             for target, name, value in others + hooks:
                 target[name] = copier.copy(value)
+        self.generators = copier.generators
         return copier
 
     def seed_generators(self, *, alone: bool) -> None:

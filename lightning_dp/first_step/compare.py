@@ -93,10 +93,15 @@ def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
     On GPUs that compute products with 10 bits of float32's 23 (TF32) it is larger.
     """
     eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    if device_type != "cuda" or eps < 1e-9:
+        return eps
     cudnn: Any = torch.backends.cudnn
-    kinds = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
-    is_short = device_type == "cuda" and "tf32" in [kind.fp32_precision for kind in kinds]
-    return max(eps, 1e-4) if is_short and eps > 1e-9 else eps
+    matmul: Any = torch.backends.cuda.matmul
+    if hasattr(cudnn, "conv"):
+        is_short = "tf32" in [kind.fp32_precision for kind in (cudnn.conv, cudnn.rnn, matmul)]
+    else:  # torch 2.8
+        is_short = cudnn.allow_tf32 or matmul.allow_tf32
+    return max(eps, 1e-4) if is_short else eps
 
 
 def differing(alone: Values, split: Values, eps: float) -> dict[Key, float]:

@@ -97,11 +97,10 @@ def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
         return eps
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
-    if hasattr(cudnn, "conv"):
-        is_short = "tf32" in [kind.fp32_precision for kind in (cudnn.conv, cudnn.rnn, matmul)]
-    else:  # torch 2.8
-        is_short = cudnn.allow_tf32 or matmul.allow_tf32
-    return max(eps, 1e-4) if is_short else eps
+    if not hasattr(cudnn, "conv"):  # torch 2.8
+        return max(eps, 1e-4) if cudnn.allow_tf32 or matmul.allow_tf32 else eps
+    precisions = [kind.fp32_precision for kind in (cudnn.conv, cudnn.rnn, matmul)]
+    return max(eps, 1e-4) if "tf32" in precisions else eps
 
 
 def differing(alone: Values, split: Values, eps: float) -> dict[Key, float]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from inspect import signature, unwrap
 from operator import attrgetter
@@ -190,36 +191,31 @@ def saved_tensors_functions() -> Functions | None:
 
 
 @cache
-def watch_checkpoints(begin_watch: Callable[[], Callable[[], None] | None]) -> bool:
-    """Calls `begin_watch` where a `torch.utils.checkpoint` begins that keeps the random state.
+def watch_checkpoints(watch: Callable[[], AbstractContextManager[None]]) -> bool:
+    """Has each `torch.utils.checkpoint` that keeps the random state call its function in `watch()`.
 
-    What it returns is called where the checkpointed function has ended. False, and nothing is
-    watched, where a release of torch makes checkpoints in a way that is not known here.
+    False, with a warning, where this release of torch makes them in a way that is not known here.
     """
     module: Any = torch.utils.checkpoint
     functions = [unwrap(f) for f in vars(module).values() if isinstance(f, FunctionType)]
     called = {name for function in functions for name in function.__code__.co_names}
     name = "_checkpoint_without_reentrant_generator"
     name = next((n for n in (name, f"{name}_impl") if n in called and hasattr(module, n)), "")
-    if not name or not hasattr(module, "CheckpointFunction"):
+    if not name:
+        why = f"lightning_dp does not know the activation checkpoints of torch {torch.__version__}"
+        warnings.warn(f"{why}: replicas run in order, not in threads.", stacklevel=3)
         return False
     begin, forward = getattr(module, name), module.CheckpointFunction.forward
     parameters = signature(begin)
 
-    def watched(is_kept: bool) -> ExitStack:
-        stack = ExitStack()
-        end = begin_watch() if is_kept else None
-        if end is not None:
-            stack.callback(end)
-        return stack
-
     def begin_watched(*args: Any, **kwargs: Any) -> Any:
         preserve = parameters.bind(*args, **kwargs).arguments.get("preserve_rng_state", True)
-        with watched(preserve and torch.is_grad_enabled()):  # else nothing is recomputed
+        # Without gradients nothing is recomputed.
+        with watch() if preserve and torch.is_grad_enabled() else nullcontext():
             yield from begin(*args, **kwargs)
 
     def forward_watched(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
-        with watched(preserve):
+        with watch() if preserve else nullcontext():
             return forward(ctx, function, preserve, *args)
 
     setattr(module, name, begin_watched)

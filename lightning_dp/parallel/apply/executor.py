@@ -22,10 +22,9 @@ import math
 import statistics
 import sys
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,13 +95,7 @@ class Executor:
         self._latest: dict[str, tuple[bool, ExecutorTuner | None]] = {}  # choice for each kind
         self._workers: list[Worker] = []
         if self._allows_threads:
-            if not watch_checkpoints(_watch_checkpoint):
-                self._allows_threads = False
-                warnings.warn(
-                    f"torch {torch.__version__} makes activation checkpoints in a way that "
-                    "lightning_dp does not know: replicas run in order, not in threads.",
-                    stacklevel=2,
-                )
+            self._allows_threads = watch_checkpoints(_watch_checkpoint)
             check_dual_levels(_check_dual_level)
 
     def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:
@@ -593,25 +586,24 @@ def _check_dual_level() -> None:
             raise RuntimeError(DUAL_LEVEL)
 
 
-def _watch_checkpoint() -> Callable[[], None] | None:
-    """Called where a checkpoint begins, outside of backwards too; what it returns, at its end.
+@contextmanager
+def _watch_checkpoint() -> Iterator[None]:
+    """Surrounds the function of each checkpoint, outside of backwards too.
 
     A checkpoint restores random states of the whole process in its backward. If it draws numbers
     where others draw from the same generator meanwhile, it finds other ones than in its forward.
     """
     task = current_participant()
     if task is None or len(task.calls.participants) < 2:
-        return None
+        yield
+        return
     calls, shared = task.calls, [torch.device("cpu")]
     if [p.device for p in calls.participants].count(task.device) > 1:
         shared.append(task.device)
     before = list(map(_random_state, shared))
-
-    def end() -> None:
-        if not all(map(torch.equal, before, map(_random_state, shared))):
-            calls.needs_turns = CHECKPOINT
-
-    return end
+    yield
+    if not all(map(torch.equal, before, map(_random_state, shared))):
+        calls.needs_turns = CHECKPOINT
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -117,7 +117,8 @@ class DataParallelMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to measure, where there are several devices to compare."""
         strategy: Any = trainer.strategy
-        if hasattr(strategy, "measured_steps") and len(strategy.parallel_devices or ()) > 1:
+        num_devices = len(strategy.parallel_devices or ()) * trainer.world_size
+        if hasattr(strategy, "measured_steps") and num_devices > 1:
             self._begin(strategy.parallel_devices, strategy.replica_names)
             strategy.watch()
             strategy.measured_steps()  # drops steps before training (to find a learning rate)

@@ -155,5 +155,6 @@ def ending(printed: str, wanted: str) -> str:
 def of_any_machine(text: str) -> str:
     """Without times and widths; processors differ in a loss's last digits."""
     text = re.sub(r"[\d.,]+ (m?s)\b", r"# \1", text)
+    text = re.sub(r"(?<![\d.])\d+%", "##%", text)  # of the time busy
     text = re.sub(r"(test/loss 0\.\d\d)\d\d", r"\1##", text)
     return re.sub(r"([━─ ])\1+", r"\1", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import platform
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--devices", metavar="WHICH", help="a number such as 4, or cuda:0,cuda:1")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report there")
     options = parser.parse_args(arguments)
     try:
         devices = devices_named(options.devices)
@@ -105,9 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return 0 if examine(devices) else 1
+            report = examine(devices)
     finally:
         logging.disable(logging.NOTSET)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if report["healthy"] else 1
 
 
 def devices_named(text: str | None) -> list[torch.device]:
@@ -124,14 +130,14 @@ def devices_named(text: str | None) -> list[torch.device]:
     return devices
 
 
-def examine(devices: Devices) -> bool:
-    """Prints the report; returns whether the devices are healthy."""
-    names = machine.replica_names(devices)
-    print_facts(environment())
+def examine(devices: Devices) -> dict[str, Any]:
+    """Prints the report, and returns it as it is written to a file."""
+    facts, names = environment(), machine.replica_names(devices)
+    print_facts(facts)
     print(f"\nlaws on {', '.join(names)}")
     if {device.type for device in devices} == {"cpu"}:
         print("(replicas that share the CPU: this says nothing about GPUs)")
-    verdicts = []
+    verdicts: dict[str, dict[str, str]] = {}
     for name, law in laws.LAWS.items():
         print(f"  {name:23}", end="", flush=True)
         try:
@@ -141,17 +147,16 @@ def examine(devices: Devices) -> bool:
         except Exception as error:  # whatever it is, the law does not hold
             said = [f"{type(error).__name__}:", str(error), *getattr(error, "__notes__", ())]
             verdict, remark = "FAILS", " ".join(said).removeprefix("AssertionError: ")
-        verdicts.append(verdict)
+        verdicts[name] = {"verdict": verdict, "remark": remark}
         print(f"{verdict:9}{' '.join(remark.split())}")
-    is_healthy, count = "FAILS" not in verdicts and "holds" in verdicts, verdicts.count("holds")
-    timing = time_steps(devices) if is_healthy else {}
+    found = [law["verdict"] for law in verdicts.values()]
+    healthy = "FAILS" not in found and "holds" in found
+    timing = time_steps(devices) if healthy else {}
     for way, ms in timing.items():
         print(f"{way:12}{ms:9.1f} ms per step   ratio {ms / timing['one device']:.2f}")
-    print(
-        f"{'Healthy' if is_healthy else 'NOT HEALTHY'}: {count} of {len(verdicts)} laws hold on "
-        f"{', '.join(names)}."
-    )
-    return is_healthy
+    verdict = "Healthy" if healthy else "NOT HEALTHY"
+    print(f"{verdict}: {found.count('holds')} of {len(found)} laws hold on {', '.join(names)}.")
+    return dict(healthy=healthy, devices=names, environment=facts, laws=verdicts, timing=timing)
 
 
 def time_steps(devices: Devices) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,10 @@ def test_a_law_fails_where_what_it_proves_is_broken(
 # --- the report -----------------------------------------------------------------------------------
 
 
-def test_a_sound_machine_is_healthy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_sound_machine_is_healthy_and_a_file_is_written_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(laws, "LAWS", EASY)
     monkeypatch.setattr(report, "STEPS", 1)
     monkeypatch.setattr(report, "ROUNDS", 2)
@@ -130,6 +132,11 @@ def test_a_sound_machine_is_healthy(
     for way in ("one device", "2 devices"):
         (line,) = [line for line in printed.splitlines() if line.startswith(way)]
         assert "ms per step" in line and "ratio" in line
+    assert not list(tmp_path.iterdir())
+    assert run("--json", "doctor.json", capsys=capsys)[0] == 0
+    written = json.loads((tmp_path / "doctor.json").read_text())
+    assert written["healthy"] and written["laws"]["one float64 step"]["verdict"] == "holds"
+    assert written["environment"]["lightning-dp"] == __version__ and written["timing"]
 
 
 @pytest.mark.parametrize(

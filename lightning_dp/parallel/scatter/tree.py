@@ -308,8 +308,9 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if not isinstance(node, MutableMapping):
         return type(node)(entries)  # type: ignore[call-arg]  # immutable mappings are made like that
     clone: Any
-    if isinstance(node, dict) and dataclasses.is_dataclass(node):
-        clone = type(node).__new__(type(node))  # `OrderedDict.copy` would call `__init__`
+    cls: Any = type(node)
+    if hasattr(cls, "__dataclass_fields__") and issubclass(cls, dict):
+        clone = cls.__new__(cls)  # `OrderedDict.copy` would call `__init__`
         vars(clone).update(vars(node))
     else:
         clone = copy.copy(node)

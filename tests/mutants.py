@@ -515,7 +515,7 @@ MUTANTS = [
         "value = values[0]",
         "value = values[-1]",
         "the first replica's buffers stay",
-        ("tests/replicas/test_latest_weights.py",),
+        ("tests/replicas/test_latest_weights.py", SAME),
     ),
     Mutant(
         "buffers-mean-unweighted",

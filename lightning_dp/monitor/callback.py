@@ -117,8 +117,9 @@ class DataParallelMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to measure, where there are several devices to compare."""
         strategy: Any = trainer.strategy
-        num_devices = len(strategy.parallel_devices or ()) * trainer.world_size
-        if hasattr(strategy, "measured_steps") and num_devices > 1:
+        if not hasattr(strategy, "measured_steps"):
+            return
+        if len(strategy.parallel_devices or ()) * trainer.world_size > 1:
             self._begin(strategy.parallel_devices, strategy.replica_names)
             strategy.watch()
             strategy.measured_steps()  # drops steps before training (to find a learning rate)

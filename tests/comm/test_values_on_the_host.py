@@ -15,6 +15,7 @@ from support.oracle import Classifier, assert_equal_trees, devices_of, loader, t
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelStrategy
+from lightning_dp.parallel.comm.buckets import to_device_coalesced
 
 pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
 counts_waits = pytest.mark.sim_only("It counts how often the host waits.")
@@ -188,3 +189,11 @@ def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams(
     thread.join()
     assert_equal_trees(oracle.gradients(net), expected, "gradients", atol=1e-12, rtol=0)
     wrapped.close()
+
+
+@pytest.mark.sim_only("A GPU's copies may have arrived by chance.")
+@pytest.mark.usefixtures("on")
+def test_copies_to_the_host_have_arrived_on_return() -> None:
+    own = [torch.arange(1000.0).to(device) * 2 for device in devices_of(3)]
+    for value in to_device_coalesced(own, torch.device("cpu")):
+        torch.testing.assert_close(value, torch.arange(1000.0) * 2)

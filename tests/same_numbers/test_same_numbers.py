@@ -272,6 +272,8 @@ def test_batch_norm_uses_each_shards_statistics_and_keeps_the_first_replicas() -
     x = data().dataset.tensors[0]
     first = run(Norm, 2, data=data, max_epochs=1)
     torch.testing.assert_close(first.module.norm.running_mean, x[:10].mean(0))
+    root_is_idle = run(Norm, 3, data=data, max_epochs=1, strategy={"weights": [0, 1, 1]})
+    torch.testing.assert_close(root_is_idle.module.norm.running_mean, x[:10].mean(0))
     mean = run(Norm, 2, data=data, max_epochs=1, strategy={"buffers": "mean"})
     torch.testing.assert_close(mean.module.norm.running_mean, x.mean(0))
     assert int(mean.module.norm.num_batches_tracked) == 1

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.scatter import tree
 
-pytestmark = [pytest.mark.usefixtures("on", "one_thread")]
+pytestmark = [pytest.mark.usefixtures("on", "one_thread"), pytest.mark.on("cpu")]
 
 X = torch.arange(6.0)[:, None] - 2
 

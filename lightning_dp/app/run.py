@@ -1,10 +1,12 @@
-"""What surrounds a job: how the program ends, and what it leaves to resume from."""
+"""What surrounds a job: what is shown of its messages, and how the program ends."""
 
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +29,21 @@ _EXTRAS = {
     "safetensors": ("safetensors", "safetensors"),
 }
 """By the name of a module its package, and the extra that brings it."""
+
+_MESSAGES = (
+    *("💡 Tip:", "GPU available: False", "TPU available: False", "HPU available: False"),
+    "Restoring states from the checkpoint path",  # "Loaded model weights from ..." follows
+)
+_WARNINGS = (
+    r"The '\w+' does not have many workers",  # with images in memory they only cost time
+    # Hydra has put its own files into the run folder; a resumed run has a folder of its own.
+    r"(Experiment logs|Checkpoint) directory .* exists and is not empty",
+    r"The dirpath has changed from",
+    r"Be aware that when using `ckpt_path`, callbacks",  # a test needs none of the training's
+    r"Using `DistributedSampler` with the dataloaders",  # of strategy=ddp, on the same devices
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call of torch
+)
+"""Lightning's words that say nothing about these programs."""
 
 _OF_OTHERS = (
     *("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"),
@@ -65,9 +82,9 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
         folder = Path(cfg.paths.output_dir)
         if cfg.extras.print_config:
             rank_zero_only(print)(OmegaConf.to_yaml(cfg))
-        logging.captureWarnings(bool(logging.getLogger().handlers))  # into Hydra's log
         try:
-            return task(cfg)
+            with _messages():
+                return task(cfg)
         except (KeyboardInterrupt, SystemExit) as stop:
             # Lightning makes an exit of either, Ctrl-C's after it has saved.
             is_interrupt = any(isinstance(e, KeyboardInterrupt) for e in (stop, stop.__context__))
@@ -91,10 +108,28 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
             if not isinstance(error, CompactHydraException):
                 _print_way_on("Failed", folder)
             raise
-        finally:
-            logging.captureWarnings(False)
 
     return program
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Sends warnings to Hydra's log, and leaves out what says nothing."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # of rank_zero_info
+    with warnings.catch_warnings():
+        for message in _WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        logger.addFilter(_is_wanted)
+        logging.captureWarnings(bool(logging.getLogger().handlers))
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            logger.removeFilter(_is_wanted)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_MESSAGES)
 
 
 @rank_zero_only

@@ -72,6 +72,7 @@ def test_the_default_training_learns_the_digits(tmp_path: Path) -> None:
     assert (folder / ".hydra" / "overrides.yaml").is_file() and (folder / "train.log").is_file()
     assert re.search(r"^run folder: .*$", printed, re.MULTILINE), printed
     assert printed.count("`Trainer.fit` stopped") <= 1, "said once"
+    assert "Tip" not in printed and "Warning" not in printed
 
 
 @pytest.mark.slow

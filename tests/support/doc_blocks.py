@@ -19,11 +19,6 @@ _NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
 _NOISE = re.compile(r"Warning|deprecat|litlogger|Tip:|many workers")
 # Lightning makes a class that torch 2.13 deprecates: plain Lightning prints it at each fit, too.
 _LIGHTNINGS = re.compile(r"^.*_pytree\.py:\d+: `isinstance\(treespec, LeafSpec\)` is .*\n", re.M)
-# What it says in programs, which show all of its words.
-_IN_PROGRAMS = re.compile(
-    r"Tip:|litlogger|many workers|exists and is not empty|dirpath has changed"
-    r"|callbacks used to create|`DistributedSampler`|treespec, LeafSpec"
-)
 
 
 class Block(NamedTuple):
@@ -69,8 +64,6 @@ def without_noise(printed: str, where: str, code: str = "") -> str:
     """
     printed = _LIGHTNINGS.sub("", printed)
     noise = [line for line in printed.splitlines() if _NOISE.search(line)]
-    if "-m lightning_dp" in code:
-        noise = [line for line in noise if not _IN_PROGRAMS.search(line)]
     if "debug=" in code:
         return printed
     assert not noise, f"{where} prints:\n" + "\n".join(noise)

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.app.report import write_report
-from lightning_dp.app.run import OptionError, as_program, quiet_other_processes
+from lightning_dp.app.run import OptionError, as_program, quiet_in_other_processes
 from lightning_dp.checkpointing import load_weights
 from lightning_dp.doctor import versions
 from lightning_dp.parallel.devices import cores
@@ -84,8 +84,7 @@ def settle(cfg: DictConfig) -> DictConfig:
     cfg = cfg.copy()
     for key in ("ckpt_path", "init_from"):
         path = cfg.get(key)
-        is_remote = "://" in str(path)
-        if path is not None and not is_remote and not (path and Path(path).exists()):
+        if path is not None and "://" not in str(path) and not (path and Path(path).exists()):
             raise OptionError(
                 f"{key}: expected a checkpoint file, got {path!r}, which does not exist. A run "
                 "leaves its checkpoints in the folder checkpoints/ of its run folder."
@@ -129,14 +128,15 @@ def build(cfg: DictConfig) -> Job:
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """Runs the job that ``conf/train.yaml`` describes; returns the last value of each metric."""
+    """Trains and tests, as ``conf/train.yaml`` says; returns the last value of each metric."""
     trainer, model, data = begin(cfg)
     metrics: dict[str, float] = {}
-    if cfg.train:
+    trains = cfg.get("train", False)  # conf/eval.yaml has no such options: it tests
+    if trains:
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
         metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-    if cfg.test:
-        ckpt_path = _best_of(trainer) if cfg.train else cfg.ckpt_path
+    if cfg.get("test", True):
+        ckpt_path = _best_of(trainer) if trains else cfg.ckpt_path
         trainer.test(model, datamodule=data, ckpt_path=ckpt_path, verbose=False)
         metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     write_report(trainer, metrics, Path(cfg.paths.output_dir))
@@ -157,13 +157,8 @@ def _best_of(trainer: Trainer) -> str | None:
 
 def evaluate(cfg: DictConfig) -> dict[str, float]:
     """Tests ``cfg.ckpt_path``, or what the training in the folder ``cfg.run`` has left."""
-    is_program = HydraConfig.initialized()
-    cfg = as_trained(cfg, HydraConfig.get().overrides.task if is_program else ())
-    trainer, model, data = begin(cfg)
-    trainer.test(model, datamodule=data, ckpt_path=cfg.ckpt_path, verbose=False)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    write_report(trainer, metrics, Path(cfg.paths.output_dir))
-    return metrics
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    return train(as_trained(cfg, given))
 
 
 def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -211,26 +206,18 @@ def _best_in(folder: Path) -> Path:
 # Entry points of the command line
 
 
-def train_main() -> None:
-    """Entry point of ``train``; a sweeper gets ``optimized_metric``."""
-    quiet_other_processes()
-    _train()
-
-
-def evaluate_main() -> None:
-    """Entry point of ``evaluate``."""
-    quiet_other_processes()
-    _evaluate()
-
-
+@quiet_in_other_processes
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="train")
 @as_program
-def _train(cfg: DictConfig) -> float | None:
+def train_main(cfg: DictConfig) -> float | None:
+    """Entry point of ``train``; a sweeper gets ``optimized_metric``."""
     metrics = train(cfg)
     return None if cfg.optimized_metric is None else metrics[cfg.optimized_metric]
 
 
+@quiet_in_other_processes
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="eval")
 @as_program
-def _evaluate(cfg: DictConfig) -> None:
+def evaluate_main(cfg: DictConfig) -> None:
+    """Entry point of ``evaluate``."""
     evaluate(cfg)

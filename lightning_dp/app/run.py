@@ -51,15 +51,21 @@ _OF_OTHERS = (
 )
 
 
-def quiet_other_processes() -> None:
+def quiet_in_other_processes(main: Callable[[], None]) -> Callable[[], None]:
     """Lets Hydra make no folder and no log in a process that is not the first one.
 
     torchrun and SLURM start the program several times; what the others have to say reaches the
     first one over torch.distributed.
     """
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) > 0:
-        given = {argument.partition("=")[0] for argument in sys.argv}
-        sys.argv += [option for option in _OF_OTHERS if option.partition("=")[0] not in given]
+
+    @functools.wraps(main)
+    def entry() -> None:
+        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) > 0:
+            given = {argument.partition("=")[0] for argument in sys.argv}
+            sys.argv += [option for option in _OF_OTHERS if option.partition("=")[0] not in given]
+        main()
+
+    return entry
 
 
 class OptionError(CompactHydraException, ValueError):

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,8 @@ def versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages that a run depends on."""
     facts = {"python": platform.python_version(), "lightning-dp": __version__}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             facts[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {**facts, "torch": str(torch.__version__)}
 
 

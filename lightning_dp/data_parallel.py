@@ -39,7 +39,7 @@ class DataParallel(nn.Module, Generic[Module]):
 
     A drop-in for `torch.nn.DataParallel`: arguments are cut along `dim`, every device calls
     `forward` of its replica, and the outputs are joined on the output device; a backward fills
-    the gradients of `module`. What is different: replicas are built once and kept; nothing is cut
+    the gradients of `module`. The differences: replicas are built once and kept; nothing is cut
     or dropped silently; dtypes of autocast and inference mode reach the replicas; parameters that
     a call did not use keep the gradient None; hooks of `module` itself see whole batches; it works
     on the CPU; and `state_dict()` has no prefix `module.`.
@@ -161,7 +161,7 @@ class DataParallel(nn.Module, Generic[Module]):
         return report
 
     def _make_engine(self) -> ForwardParallel:
-        # Nothing here refers to the wrapper: its threads end as soon as nobody uses it.
+        # Nothing here refers to the wrapper: its threads end when it is garbage collected.
         make = partial(
             ForwardParallel,
             self.module,

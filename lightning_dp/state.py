@@ -376,7 +376,7 @@ class Merge:
             self._row_rules.warn_once(
                 path,
                 f"{name}: one more on every replica, each of one sample, is taken for one of the "
-                "batch, not one per sample. Batches of more samples would tell.",
+                "batch, not one per sample. With more samples in a batch it is known.",
             )
         return path in self._uneven or self._are_of_samples.get(path, False)
 

@@ -110,6 +110,7 @@ def infer_batch_size(batch: Any, dim: int, *, is_call_arguments: bool = False) -
 
     def has_columns(items: list[Any], inside: set[int], n: int) -> bool:
         are_plain = all(x is None or _is_tensor(x) or tree.is_list(x) for x in items)
+        are_plain |= is_one and isinstance(items, tuple)  # one sample's objects, one per column
         return inside <= {n} and are_plain and not (is_one and len(items) == 1 != n)
 
     numbers = found.outside.union(*(inside | {len(items)} for _, items, inside in found.lists))

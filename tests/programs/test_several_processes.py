@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightning_dp.app.report import of_all
-from lightning_dp.app.run import quiet_other_processes
+from lightning_dp.app.run import quiet_in_other_processes
 
 OPTIONS = ("trainer.devices=2", "trainer.max_epochs=2", "trainer.deterministic=true")
 
@@ -21,7 +21,7 @@ def test_the_first_process_alone_has_a_folder_and_a_log(
 ) -> None:
     monkeypatch.setenv(variable, str(rank))
     monkeypatch.setattr(sys, "argv", ["program", "a=1", "hydra.run.dir=mine"])
-    quiet_other_processes()
+    quiet_in_other_processes(lambda: None)()
     own, added = sys.argv[:3], sys.argv[3:]
     assert own == ["program", "a=1", "hydra.run.dir=mine"]
     assert (

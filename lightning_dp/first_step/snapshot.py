@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
-from types import CellType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,14 +208,19 @@ def copy_to_cpu(node: Any) -> Any:
 
 
 def _walk(*roots: Any) -> Iterator[tuple[str, Any]]:
-    """All objects that are reached now, each once, with their paths; holders come first."""
-    waiting, seen = [("self", root) for root in reversed(roots)], set()
+    """All objects that are reached now, each once, with their paths; holders come first.
+
+    Containers that a function names are not entered: all of a notebook's data may be in them.
+    """
+    waiting, seen = [("self", root, True) for root in reversed(roots)], set()
     while waiting:
-        path, node = waiting.pop()
+        path, node, is_entered = waiting.pop()
         if id(node) not in seen and not isinstance(node, _ATOMS):
             seen.add(id(node))
             yield path, node
-            waiting += [(path + step, value) for step, value in _held_by(node)][::-1]
+            enters = not isinstance(node, FunctionType)
+            held = _held_by(node) if is_entered else []
+            waiting += [(path + step, value, enters) for step, value in held][::-1]
 
 
 def _held_by(node: Any) -> list[tuple[str, Any]]:
@@ -233,24 +239,17 @@ def _held_by(node: Any) -> list[tuple[str, Any]]:
         return []
     tables = _tables(node)  # parameters, buffers and modules are attributes, hooks are functions
     own = [item for item in vars(node).items() if not any(item[1] is table for table in tables)]
-    items = chain(*(t.items() for t in tables), own)
+    items = chain(own, *(t.items() for t in tables))
     return [(f".{key}" if isinstance(key, str) else ".<hook>", value) for key, value in items]
 
 
 def _known_to(function: FunctionType) -> list[tuple[str, Any]]:
     """The plain containers that a function names: in its closure, or in its module."""
-    names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    known = dict(zip(names, [_content(cell) for cell in cells], strict=True))
-    of_module = function.__globals__
-    known |= {n: of_module[n] for n in function.__code__.co_names if n in of_module}
-    return [(f".{name}", value) for name, value in known.items() if type(value) in _CONTAINERS]
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return None
+    with suppress(ValueError):  # a variable of the closure has no value yet
+        names = inspect.getclosurevars(function)
+        known = {**names.globals, **names.nonlocals}
+        return [(f".{name}", v) for name, v in known.items() if type(v) in _CONTAINERS]
+    return []
 
 
 def _tables(node: Any) -> list[dict[Any, Any]]:

@@ -6,6 +6,7 @@ the release, unless it is said below what happens instead.
 
 from __future__ import annotations
 
+import atexit
 import sys
 from typing import Any, cast
 
@@ -80,10 +81,12 @@ def set_layer_sync(strategy: Any, plugin: Any) -> None:
 
 
 def join_process_group(environment: Any, backend: str, **options: Any) -> None:
-    """Makes torch's process group of an environment's processes; it ends at exit."""
+    """Makes torch's process group; a thread of Gloo's that outlives Python aborts the process."""
     from lightning.fabric.utilities import distributed
 
     found(distributed, "_init_dist_connection")(environment, backend, **options)
+    if backend != "nccl":  # Lightning ends this one
+        atexit.register(found(distributed, "_destroy_dist_connection"))
 
 
 # Checkpoints

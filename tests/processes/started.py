@@ -1,8 +1,10 @@
 """A fit as a script for torchrun: `started.py FOLDER FAULT`, which befalls process 1.
 
-Each process writes its parameters to FOLDER/done-RANK.pt if it comes to the end.
+Each process writes its parameters to FOLDER/done-RANK.pt if it comes to the end, and to
+FOLDER/group-RANK whether torch's process group is still there when Python ends.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -36,10 +38,13 @@ class Net(LightningModule):
 
 
 if __name__ == "__main__":
+    rank = os.environ.get("RANK", "0")
+    group = Path(sys.argv[1], f"group-{rank}")
+    atexit.register(lambda: group.write_text(str(torch.distributed.is_initialized())))
     torch.set_num_threads(1)
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_model_summary"], False)
     own: Any = DataParallelStrategy(executor="inorder", timeout=60)
     trainer = Trainer(accelerator="cpu", devices=2, strategy=own, max_epochs=2, **quiet)
     net = Net(sys.argv[2])
     trainer.fit(net, DataLoader(torch.randn(53, 10), batch_size=9))
-    torch.save(net.state_dict(), Path(sys.argv[1], f"done-{os.environ.get('RANK', '0')}.pt"))
+    torch.save(net.state_dict(), Path(sys.argv[1], f"done-{rank}.pt"))

@@ -2,7 +2,7 @@
 
     python tests/mutants.py                  # all
     python tests/mutants.py --stage reduce   # those of one stage
-    python tests/mutants.py --only NAME      # one
+    python tests/mutants.py --only NAME      # one, with or without its stage
     python tests/mutants.py --list
 
 A mutant is a small change of the package by name: a text that stands once in a function is
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,8 +43,7 @@ class Mutant(NamedTuple):
     """One promise broken.
 
     Attributes:
-        name: what is broken, for the command line.
-        stage: the stage of the flow, whose tests are run.
+        name: a stage of the flow and what is broken, `stage/what`, for the command line.
         where: module and qualified name of a function or class, `a.b:C.f`.
         old: a text that stands once in it.
         new: what stands there instead.
@@ -53,7 +52,6 @@ class Mutant(NamedTuple):
     """
 
     name: str
-    stage: str
     where: str
     old: str
     new: str
@@ -66,10 +64,8 @@ def _of(module: str) -> str:
 
 
 MUTANTS = [
-    # --- split
     Mutant(
-        "even-loses-rest",
-        "split",
+        "split/even-loses-rest",
         _of("split.planner:even"),
         "(share + 1,) * rest + (share,) * (k - rest)",
         "(share,) * k",
@@ -77,8 +73,7 @@ MUTANTS = [
         ("tests/splitting/test_split.py",),
     ),
     Mutant(
-        "weighted-by-floor",
-        "split",
+        "split/weighted-by-floor",
         _of("split.planner:weighted"),
         "for i in by_remainder[: n - sum(sizes)]:",
         "for i in by_remainder[: n - sum(sizes) - 1]:",
@@ -86,8 +81,7 @@ MUTANTS = [
         ("tests/splitting/test_split.py",),
     ),
     Mutant(
-        "minimax-ignores-fixed",
-        "split",
+        "split/minimax-ignores-fixed",
         _of("split.optimal:minimax"),
         "lines = list(zip(fixed, per_sample, limits, strict=True))",
         "lines = list(zip([0.0] * len(fixed), per_sample, limits, strict=True))",
@@ -95,8 +89,7 @@ MUTANTS = [
         ("tests/splitting",),
     ),
     Mutant(
-        "costs-ignored",
-        "split",
+        "split/costs-ignored",
         _of("split.optimal:by_cost"),
         "torch.as_tensor(costs, dtype=torch.float64)",
         "torch.ones(len(costs), dtype=torch.float64)",
@@ -104,18 +97,15 @@ MUTANTS = [
         ("tests/splitting/test_split_by_cost.py", "tests/splitting/test_split.py"),
     ),
     Mutant(
-        "caps-not-recorded",
-        "split",
+        "split/caps-not-recorded",
         _of("split.planner:Planner.record_oom"),
         "self._caps[training][k] = failed - max(1, failed // 8)",
         "pass",
         "a device that ran out of memory gets fewer samples",
         ("tests/splitting/test_split.py", "tests/faults/test_out_of_memory.py"),
     ),
-    # --- scatter
     Mutant(
-        "wrong-size-accepted",
-        "scatter",
+        "scatter/wrong-size-accepted",
         _of("scatter.shards:cut"),
         "if min(sizes) < 0 or n not in (None, sum(sizes)):",
         "if False:",
@@ -123,8 +113,7 @@ MUTANTS = [
         ("tests/batches",),
     ),
     Mutant(
-        "shards-overlap",
-        "scatter",
+        "scatter/shards-overlap",
         _of("scatter.tree:_cut_tensor"),
         "leaf.narrow(dim, stop - size, size)",
         "leaf.narrow(dim, 0, size)",
@@ -132,8 +121,7 @@ MUTANTS = [
         (SAME, CONFORMS),
     ),
     Mutant(
-        "columns-of-other-lengths",
-        "scatter",
+        "scatter/columns-of-other-lengths",
         _of("scatter.shards:infer_for"),
         "if len(sizes) == 1:",
         "if sizes:",
@@ -141,18 +129,15 @@ MUTANTS = [
         ("tests/batches", "tests/drop_in"),
     ),
     Mutant(
-        "split-batch-ignored",
-        "scatter",
+        "scatter/split-batch-ignored",
         _of("scatter.shards:cut_for"),
         'split_batch = getattr(module, "split_batch", None)',
         "split_batch = None",
         "a module cuts its batches itself if it can",
         ("tests/batches/test_scatter.py",),
     ),
-    # --- replicate
     Mutant(
-        "resync-left-out",
-        "replicate",
+        "replicate/resync-left-out",
         _of("engine:Engine.resync"),
         "self._stale = set(range(len(self.devices)))",
         "pass",
@@ -164,8 +149,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "versions-not-compared",
-        "replicate",
+        "replicate/versions-not-compared",
         _of("replicate.replicas:Replica.follow"),
         "written = _differences(state.versions, seen.versions)",
         "written = set()",
@@ -173,8 +157,7 @@ MUTANTS = [
         ("tests/replicas/test_latest_weights.py", "tests/replicas/test_replicas.py", SAME),
     ),
     Mutant(
-        "thawed-not-sent",
-        "replicate",
+        "replicate/thawed-not-sent",
         _of("replicate.replicas:Replica.follow"),
         "stale = bound | written | toggled",
         "stale = bound | written",
@@ -182,8 +165,7 @@ MUTANTS = [
         ("tests/replicas/test_latest_weights.py", "tests/same_numbers/test_callbacks.py"),
     ),
     Mutant(
-        "structure-not-followed",
-        "replicate",
+        "replicate/structure-not-followed",
         _of("replicate.structure:ModuleStructure.__init__"),
         "bound += map(child_table, self.modules)",
         "bound += ()",
@@ -191,8 +173,7 @@ MUTANTS = [
         ("tests/replicas/test_changes_between_steps.py",),
     ),
     Mutant(
-        "attributes-not-followed",
-        "replicate",
+        "replicate/attributes-not-followed",
         _of("replicate.replicas:Replicas._have_other_attributes"),
         "self._attributes.differ()",
         "False",
@@ -200,8 +181,7 @@ MUTANTS = [
         ("tests/replicas/test_changes_between_steps.py", "tests/state"),
     ),
     Mutant(
-        "parameter-attributes-lost",
-        "replicate",
+        "replicate/parameter-attributes-lost",
         _of("replicate.structure:ModuleStructure.__init__"),
         "[*self.modules, *self.parameters]",
         "[*self.modules]",
@@ -209,8 +189,7 @@ MUTANTS = [
         ("tests/replicas", "tests/drop_in"),
     ),
     Mutant(
-        "frozen-on-replicas-trained",
-        "replicate",
+        "replicate/frozen-on-replicas-trained",
         _of("replicate.replicas:_leaf"),
         "requires_grad=root.requires_grad",
         "requires_grad=True",
@@ -218,18 +197,15 @@ MUTANTS = [
         ("tests/replicas", "tests/same_numbers/test_callbacks.py", CONFORMS),
     ),
     Mutant(
-        "buffers-not-sent",
-        "replicate",
+        "replicate/buffers-not-sent",
         _of("reduce.reducer:Reducer.begin_step"),
         'return "read" if self._root_keeps_its_buffers(shards) else "all"',
         'return "changed"',
         "replicas read the root's buffers",
         ("tests/replicas/test_latest_weights.py",),
     ),
-    # --- apply
     Mutant(
-        "autocast-dtype-lost",
-        "apply",
+        "apply/autocast-dtype-lost",
         _of("apply.worker:ThreadState.__init__"),
         "partial(torch.autocast, kind, dtype, cache_enabled=caches)",
         "partial(torch.autocast, kind, cache_enabled=caches)",
@@ -237,8 +213,7 @@ MUTANTS = [
         ("tests/drop_in", "tests/apply"),
     ),
     Mutant(
-        "inference-mode-lost",
-        "apply",
+        "apply/inference-mode-lost",
         _of("apply.worker:ThreadState.__init__"),
         "partial(torch.inference_mode, torch.is_inference_mode_enabled()),",
         "",
@@ -246,8 +221,7 @@ MUTANTS = [
         ("tests/drop_in", "tests/apply"),
     ),
     Mutant(
-        "grad-mode-lost",
-        "apply",
+        "apply/grad-mode-lost",
         _of("apply.executor:Calls._work"),
         "torch.set_grad_enabled(self._grad)",
         "torch.set_grad_enabled(True)",
@@ -255,8 +229,7 @@ MUTANTS = [
         ("tests/apply", "tests/drop_in"),
     ),
     Mutant(
-        "default-device-is-roots",
-        "apply",
+        "apply/default-device-is-roots",
         _of("apply.worker:ThreadState._default_device_on"),
         "default = device if self._default == self._root else self._default",
         "default = self._default",
@@ -264,8 +237,7 @@ MUTANTS = [
         ("tests/apply",),
     ),
     Mutant(
-        "context-variables-lost",
-        "apply",
+        "apply/context-variables-lost",
         _of("apply.executor:Calls._run_until_all_stop"),
         "partial(self._context.copy().run, self._work, task)",
         "partial(self._work, task)",
@@ -273,8 +245,7 @@ MUTANTS = [
         ("tests/apply",),
     ),
     Mutant(
-        "error-swallowed",
-        "apply",
+        "apply/error-swallowed",
         _of("apply.executor:Calls.close"),
         "tasks, error = self.participants, self._first_error()",
         "tasks, error = self.participants, self.broken",
@@ -282,8 +253,7 @@ MUTANTS = [
         ("tests/faults/test_faults.py",),
     ),
     Mutant(
-        "others-not-stopped",
-        "apply",
+        "apply/others-not-stopped",
         _of("apply.executor:Calls.run"),
         "if task.error is not None or self.broken is not None:",
         "if False:",
@@ -291,8 +261,7 @@ MUTANTS = [
         ("tests/apply/test_executor.py",),
     ),
     Mutant(
-        "note-without-samples",
-        "apply",
+        "apply/note-without-samples",
         _of("scatter.shards:Shards.place"),
         'return f", {stage}, {self.samples(k)}"',
         'return f", {stage}"',
@@ -300,8 +269,7 @@ MUTANTS = [
         ("tests/forward/test_forward_engine.py", "tests/faults/test_faults.py"),
     ),
     Mutant(
-        "all-gather-in-wrong-order",
-        "apply",
+        "apply/all-gather-in-wrong-order",
         _of("apply.collectives:all_gather"),
         "gather(values, device,",
         "gather(values[::-1], device,",
@@ -309,8 +277,7 @@ MUTANTS = [
         ("tests/apply", "tests/programs/test_examples.py"),
     ),
     Mutant(
-        "reduce-unweighted",
-        "apply",
+        "apply/reduce-unweighted",
         _of("apply.collectives:reduced"),
         "return weighted_mean(exact, list(map(float, sizes)))",
         "return weighted_mean(exact, [1.0] * len(exact))",
@@ -318,8 +285,7 @@ MUTANTS = [
         ("tests/apply",),
     ),
     Mutant(
-        "sync-bn-unweighted",
-        "apply",
+        "apply/sync-bn-unweighted",
         _of("apply.sync_batch_norm:_merged"),
         "[[n / total] for n, _, _ in moments]",
         "[[1 / len(moments)] for n, _, _ in moments]",
@@ -327,8 +293,7 @@ MUTANTS = [
         ("tests/apply/test_sync_batch_norm.py",),
     ),
     Mutant(
-        "sync-bn-between-lost",
-        "apply",
+        "apply/sync-bn-between-lost",
         _of("apply.sync_batch_norm:_merged"),
         "(variances + (means - mean).square())",
         "variances",
@@ -336,8 +301,7 @@ MUTANTS = [
         ("tests/apply/test_sync_batch_norm.py",),
     ),
     Mutant(
-        "sync-bn-biased",
-        "apply",
+        "apply/sync-bn-biased",
         _of("apply.sync_batch_norm:_track"),
         "unbiased = var * (n / (n - 1))",
         "unbiased = var",
@@ -345,8 +309,7 @@ MUTANTS = [
         ("tests/apply/test_sync_batch_norm.py",),
     ),
     Mutant(
-        "sync-bn-no-gradient-of-mean",
-        "apply",
+        "apply/sync-bn-no-gradient-of-mean",
         _of("apply.sync_batch_norm:forward"),
         "(x.numel() // x.size(1), shard_mean,",
         "(x.numel() // x.size(1), shard_mean.detach(),",
@@ -354,18 +317,15 @@ MUTANTS = [
         ("tests/apply/test_sync_batch_norm.py",),
     ),
     Mutant(
-        "one-sample-for-batch-norm",
-        "apply",
+        "apply/one-sample-for-batch-norm",
         _of("apply.sync_batch_norm:fewest_samples"),
         "return 1 + refuses_one",
         "return 1",
         "a replica with batch norm gets two samples",
         ("tests/splitting/test_batch_norm.py",),
     ),
-    # --- gather
     Mutant(
-        "loss-of-equal-weights",
-        "gather",
+        "gather/loss-of-equal-weights",
         _of("step:loss_weights"),
         "return [count / total for count in counts]",
         "return [1 / len(counts)] * len(counts)",
@@ -373,8 +333,7 @@ MUTANTS = [
         (SAME, "tests/reduce/test_training_step.py"),
     ),
     Mutant(
-        "items-ignored",
-        "gather",
+        "gather/items-ignored",
         _of("step:loss_weights"),
         "counts = num_items if num_items is not None and any(num_items) else sizes",
         "counts = sizes",
@@ -382,8 +341,7 @@ MUTANTS = [
         ("tests/reduce/test_training_step.py", CONFORMS),
     ),
     Mutant(
-        "sum-as-mean",
-        "gather",
+        "gather/sum-as-mean",
         _of("step:loss_weights"),
         'if reduction == "sum":',
         "if False:",
@@ -391,8 +349,7 @@ MUTANTS = [
         ("tests/reduce/test_training_step.py", "tests/first_step/test_first_step.py"),
     ),
     Mutant(
-        "nan-of-nothing-counts",
-        "gather",
+        "gather/nan-of-nothing-counts",
         _of("step:join_losses"),
         "if weight:",
         "if True:",
@@ -400,8 +357,7 @@ MUTANTS = [
         ("tests/reduce/test_training_step.py",),
     ),
     Mutant(
-        "loss-without-last",
-        "gather",
+        "gather/loss-without-last",
         _of("step:join_losses"),
         "joint.add(value, alpha=weight)",
         "joint",
@@ -409,8 +365,7 @@ MUTANTS = [
         (SAME,),
     ),
     Mutant(
-        "scalars-unweighted",
-        "gather",
+        "gather/scalars-unweighted",
         _of("scatter.shards:weighted_mean"),
         "total = float(sum(weights))",
         "weights = [1.0] * len(weights)\n    total = float(len(weights))",
@@ -418,8 +373,7 @@ MUTANTS = [
         (LOGS, "tests/batches/test_gather.py"),
     ),
     Mutant(
-        "integers-averaged",
-        "gather",
+        "gather/integers-averaged",
         _of("gather.gather:_sum"),
         "return stacked.sum(0, dtype=None if stacked.dtype is torch.bool else stacked.dtype)",
         "return stacked.float().mean(0).to(stacked.dtype)",
@@ -427,8 +381,7 @@ MUTANTS = [
         ("tests/batches/test_gather.py",),
     ),
     Mutant(
-        "rows-reversed",
-        "gather",
+        "gather/rows-reversed",
         _of("gather.gather:Join._rows"),
         ".join(leaves, dim)",
         ".join(leaves[::-1], dim)",
@@ -436,18 +389,15 @@ MUTANTS = [
         ("tests/batches/test_gather.py", SAME),
     ),
     Mutant(
-        "overrides-ignored",
-        "gather",
+        "gather/overrides-ignored",
         _of("gather.gather:override_at"),
         "if overrides else None",
         "if False else None",
         "gather_overrides say how outputs are joined",
         ("tests/batches/test_gather.py",),
     ),
-    # --- reduce
     Mutant(
-        "gradients-averaged",
-        "reduce",
+        "reduce/gradients-averaged",
         _of("reduce.reducer:JointBackward.tasks"),
         "gradient * weight",
         "gradient / len(self.parts)",
@@ -455,8 +405,7 @@ MUTANTS = [
         (SAME,),
     ),
     Mutant(
-        "gradients-not-cleared",
-        "reduce",
+        "reduce/gradients-not-cleared",
         _of("reduce.reducer:reduce_gradients"),
         "clear_gradients(replica)",
         "pass",
@@ -464,8 +413,7 @@ MUTANTS = [
         (SAME, "tests/reduce"),
     ),
     Mutant(
-        "unused-gets-zero",
-        "reduce",
+        "reduce/unused-gets-zero",
         _of("reduce.reducer:reduce_gradients"),
         "sums = list(before)",
         "sums = [torch.zeros_like(p) if s is None else s for p, s in zip(root, before)]",
@@ -473,8 +421,7 @@ MUTANTS = [
         ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", "tests/drop_in"),
     ),
     Mutant(
-        "only-in-others-lost",
-        "reduce",
+        "reduce/only-in-others-lost",
         _of("reduce.reducer:_add"),
         "sums[i] = gradient",
         "pass",
@@ -482,8 +429,7 @@ MUTANTS = [
         ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", CONFORMS),
     ),
     Mutant(
-        "hooks-on-shards",
-        "reduce",
+        "reduce/hooks-on-shards",
         _of("reduce.reducer:Backward.__init__"),
         "SuspendedHooks(root) if hooked(root) else None",
         "None",
@@ -491,8 +437,7 @@ MUTANTS = [
         ("tests/reduce", "tests/same_numbers/test_same_numbers.py", "tests/replicas"),
     ),
     Mutant(
-        "earlier-gradients-lost",
-        "reduce",
+        "reduce/earlier-gradients-lost",
         _of("reduce.reducer:StashedGradients.add"),
         "parameter.grad = earlier",
         "pass",
@@ -500,8 +445,7 @@ MUTANTS = [
         ("tests/reduce", "tests/faults/test_out_of_memory.py"),
     ),
     Mutant(
-        "not-put-aside",
-        "reduce",
+        "reduce/not-put-aside",
         _of("reduce.reducer:Backward.__init__"),
         "if can_be_undone or self._hooks or world is not None:",
         "if self._hooks or world is not None:",
@@ -509,8 +453,7 @@ MUTANTS = [
         ("tests/faults/test_out_of_memory.py", "tests/reduce"),
     ),
     Mutant(
-        "buffers-of-the-last",
-        "reduce",
+        "reduce/buffers-of-the-last",
         _of("reduce.buffers:reduce_buffers"),
         "value = values[0]",
         "value = values[-1]",
@@ -518,8 +461,7 @@ MUTANTS = [
         ("tests/replicas/test_latest_weights.py", SAME),
     ),
     Mutant(
-        "buffers-mean-unweighted",
-        "reduce",
+        "reduce/buffers-mean-unweighted",
         _of("reduce.buffers:reduce_buffers"),
         "weights = [n / sum(sizes) for n in sizes]",
         "weights = [1 / len(sizes) for n in sizes]",
@@ -527,8 +469,7 @@ MUTANTS = [
         ("tests/state/test_state.py", SAME),
     ),
     Mutant(
-        "second-derivative-silent",
-        "reduce",
+        "reduce/second-derivative-silent",
         _of("reduce.reducer:_JointLoss.backward"),
         "if torch.is_grad_enabled():",
         "if False:",
@@ -539,10 +480,8 @@ MUTANTS = [
             "tests/reduce",
         ),
     ),
-    # --- comm
     Mutant(
-        "host-does-not-wait",
-        "comm",
+        "comm/host-does-not-wait",
         _of("comm.buckets:to_device_coalesced"),
         "synchronize(*[d for i in away if (d := tensors[i].device) not in later])",
         "pass",
@@ -550,8 +489,7 @@ MUTANTS = [
         ("tests/comm/test_values_on_the_host.py", "tests/comm"),
     ),
     Mutant(
-        "memory-order-lost",
-        "comm",
+        "comm/memory-order-lost",
         _of("comm.buckets:Bucket.in_memory"),
         "flat.data.as_strided(like.shape, like.stride(), start)",
         "flat.data[start : start + like.numel()].view(like.shape)",
@@ -559,8 +497,7 @@ MUTANTS = [
         ("tests/comm", "tests/reduce/test_strides_of_gradients.py"),
     ),
     Mutant(
-        "arrival-not-awaited",
-        "comm",
+        "comm/arrival-not-awaited",
         _of("comm.streams:wait_for_copies"),
         'current_stream(device).wait_stream(copy_stream(device, "arriving"))',
         "pass",
@@ -568,18 +505,15 @@ MUTANTS = [
         ("tests/comm",),
     ),
     Mutant(
-        "outputs-not-awaited",
-        "comm",
+        "comm/outputs-not-awaited",
         _of("engine:Engine.apply"),
         "synchronize(*self.devices)",
         "pass",
         "outputs on the CPU are there when they are read",
         ("tests/comm/test_values_on_the_host.py", "tests/comm"),
     ),
-    # --- step
     Mutant(
-        "validation-without-resync",
-        "step",
+        "step/validation-without-resync",
         "lightning_dp.strategy:DataParallelMixin.on_validation_end",
         "self._resync()",
         "pass",
@@ -587,8 +521,7 @@ MUTANTS = [
         ("tests/replicas/test_latest_weights.py",),
     ),
     Mutant(
-        "scaled-loss-elsewhere",
-        "step",
+        "step/scaled-loss-elsewhere",
         "lightning_dp.mode:Mode.to_be_scaled",
         'return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss',
         "return loss",
@@ -596,8 +529,7 @@ MUTANTS = [
         ("tests/comm/test_values_on_the_host.py", "tests/same_numbers/test_trainer_options.py"),
     ),
     Mutant(
-        "rerun-leaves-traces",
-        "step",
+        "step/rerun-leaves-traces",
         _of("engine:Engine.rerun"),
         "replaced(self, is_rerun=True)",
         "replaced(self, is_rerun=False)",
@@ -605,18 +537,15 @@ MUTANTS = [
         ("tests/faults/test_out_of_memory.py",),
     ),
     Mutant(
-        "undo-keeps-gradients",
-        "step",
+        "step/undo-keeps-gradients",
         _of("reduce.reducer:Backward.abort"),
         "self._earlier.put_back()",
         "pass",
         "a step that runs again adds its gradients once",
         ("tests/faults/test_out_of_memory.py",),
     ),
-    # --- logs
     Mutant(
-        "logs-unweighted",
-        "logs",
+        "logs/logs-unweighted",
         "lightning_dp.metrics.recorder:merged_log",
         "value = _merged(numbers, weights, ",
         "value = _merged(numbers, [1] * len(numbers), ",
@@ -624,8 +553,7 @@ MUTANTS = [
         (LOGS,),
     ),
     Mutant(
-        "own-batch-size-ignored",
-        "logs",
+        "logs/own-batch-size-ignored",
         "lightning_dp.metrics.recorder:_own_weights",
         'if first.get("batch_size") is None:',
         "if True:",
@@ -633,8 +561,7 @@ MUTANTS = [
         (LOGS,),
     ),
     Mutant(
-        "sum-logged-as-mean",
-        "logs",
+        "logs/sum-logged-as-mean",
         "lightning_dp.metrics.recorder:_merged",
         '"sum": torch.sum, ',
         "",
@@ -642,8 +569,7 @@ MUTANTS = [
         (LOGS,),
     ),
     Mutant(
-        "nan-of-nothing-logged",
-        "logs",
+        "logs/nan-of-nothing-logged",
         "lightning_dp.metrics.recorder:_merged",
         "if 0 in weights:",
         "if False:",
@@ -651,18 +577,15 @@ MUTANTS = [
         (LOGS,),
     ),
     Mutant(
-        "missing-key-silent",
-        "logs",
+        "logs/missing-key-silent",
         "lightning_dp.metrics.recorder:StepRecorder._log",
         "if len(row) < len(found.replicas):",
         "if False:",
         "a key that some replicas lack is an error",
         (LOGS, "tests/faults"),
     ),
-    # --- metrics
     Mutant(
-        "arguments-reversed",
-        "metrics",
+        "metrics/arguments-reversed",
         "lightning_dp.metrics.metric_calls:_JoinArguments._tensors",
         "torch.cat(tensors, dim)",
         "torch.cat(tensors[::-1], dim)",
@@ -670,8 +593,7 @@ MUTANTS = [
         ("tests/metrics",),
     ),
     Mutant(
-        "mean-argument-unweighted",
-        "metrics",
+        "metrics/mean-argument-unweighted",
         "lightning_dp.metrics.metric_calls:_JoinArguments._number",
         "weighted_mean(numbers, self.sizes)",
         "weighted_mean(numbers, [1] * len(numbers))",
@@ -679,18 +601,15 @@ MUTANTS = [
         ("tests/metrics",),
     ),
     Mutant(
-        "metric-reset-lost",
-        "metrics",
+        "metrics/metric-reset-lost",
         "lightning_dp.metrics.metric_calls:RecordedMetric.reset",
         'self._append("reset", (), {})',
         "pass",
         "a metric that a step resets is reset",
         ("tests/metrics",),
     ),
-    # --- state
     Mutant(
-        "items-of-first-alone",
-        "state",
+        "state/items-of-first-alone",
         "lightning_dp.state:Merge._list",
         "root.extend(self._joined(path, tails))",
         "root.extend(tails[0])",
@@ -698,18 +617,15 @@ MUTANTS = [
         ("tests/state", SAME),
     ),
     Mutant(
-        "different-values-silent",
-        "state",
+        "state/different-values-silent",
         "lightning_dp.state:_Module.rebind",
         "if not all(_agree(",
         "if False and not all(_agree(",
         "an attribute that replicas bind to other values is named",
         ("tests/state",),
     ),
-    # --- forward
     Mutant(
-        "spread-forever",
-        "forward",
+        "forward/spread-forever",
         _of("forward:ForwardParallel._stop_spreading"),
         "self._spread.close()",
         "self.kept = self._spread",
@@ -717,8 +633,7 @@ MUTANTS = [
         ("tests/forward", "tests/drop_in"),
     ),
     Mutant(
-        "trained-weights-kept",
-        "forward",
+        "forward/trained-weights-kept",
         _of("forward:_after_backward"),
         "living.replicas.expect_change()",
         "pass",
@@ -794,29 +709,31 @@ def run(mutant: Mutant) -> tuple[str, str, float]:
     return "killed", failed[1], seconds
 
 
-def chosen(stage: str | None, only: Iterable[str]) -> list[Mutant]:
-    names = set(only)
-    unknown = names - {mutant.name for mutant in MUTANTS}
+def select(stage: str | None, only: Collection[str]) -> list[Mutant]:
+    """Those of a stage, of these names; the stage in front of a name may be left out."""
+    parts = [(m, *m.name.split("/")) for m in MUTANTS]
+    unknown = set(only) - {name for m, _, what in parts for name in (m.name, what)}
     if unknown:
         raise SystemExit(f"--only: expected names from --list, got {sorted(unknown)}.")
-    return [m for m in MUTANTS if stage in (None, m.stage) and (not names or m.name in names)]
+    own = [(m, of) for m, of, what in parts if not only or {m.name, what} & set(only)]
+    return [m for m, of in own if stage in (None, of)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--stage", choices=sorted({mutant.stage for mutant in MUTANTS}))
+    parser.add_argument("--stage", choices=sorted({m.name.partition("/")[0] for m in MUTANTS}))
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
-    found = chosen(options.stage, options.only)
+    found = select(options.stage, options.only)
     if options.list:
-        print(*(f"{m.stage:10} {m.name:28} {m.promise}" for m in found), sep="\n")
+        print(*(f"{m.name:38} {m.promise}" for m in found), sep="\n")
         return 0
     killed = 0
     for mutant in found:
         result, test, seconds = run(mutant)
         killed += result == "killed"
-        print(f"{mutant.stage:10} {mutant.name:28} {result:9} {seconds:5.0f} s  {test}", flush=True)
+        print(f"{mutant.name:38} {result:9} {seconds:5.0f} s  {test}", flush=True)
     print(f"{killed} of {len(found)} killed ({killed / max(len(found), 1):.0%})")
     return 0 if killed >= SHARE * len(found) else 1
 

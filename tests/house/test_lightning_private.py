@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.utilities import distributed
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -153,14 +154,16 @@ def test_logger_connector_tells_when_logs_are_due() -> None:
     assert rows.steps == [2, 5]
 
 
-def _ranks() -> tuple[int, int]:
+def _ranks() -> tuple[int, int, bool]:
     private.join_process_group(TorchElasticEnvironment(), "gloo")
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    distributed._destroy_dist_connection()  # as at exit
+    return rank, size, torch.distributed.is_initialized()
 
 
 @pytest.mark.slow
-def test_init_dist_connection_makes_the_process_group() -> None:
-    assert run_in_processes(_ranks, 2) == [(0, 2), (1, 2)]
+def test_init_dist_connection_makes_the_process_group_and_destroy_dist_connection_ends_it() -> None:
+    assert run_in_processes(_ranks, 2) == [(0, 2, False), (1, 2, False)]
 
 
 @pytest.mark.parametrize(("devices", "count"), [(3, 3), ("3", 3), ("auto", None), (1, None)])

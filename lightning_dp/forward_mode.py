@@ -16,10 +16,10 @@ from torch.profiler import record_function
 from typing_extensions import override
 
 from lightning_dp.lightning_private import own_device
-from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.recording import StepRecorder, is_metric
 from lightning_dp.state import warn_of_step
 
 

@@ -44,14 +44,16 @@ def state_defaults(metric: nn.Module) -> dict[str, Any]:
     return cast(dict[str, Any], found(metric, "_defaults"))
 
 
-def unused_state(defaults: dict[str, Any]) -> dict[str, Any]:
-    """What makes a metric one that has seen nothing, put into its `__dict__`, for these defaults.
+def unused_state(metric: nn.Module, device: torch.device) -> dict[str, Any]:
+    """What makes a metric on a device one that has seen nothing, put into its `__dict__`.
 
     Gone: one of these names is an attribute that no code reads.
     """
-    states: dict[str, Any] = {
-        n: v.clone() if isinstance(v, Tensor) else [] for n, v in defaults.items()
+    defaults = {
+        name: value.to(device) if isinstance(value, Tensor) else []
+        for name, value in state_defaults(metric).items()
     }
+    states = {n: v.clone() if isinstance(v, Tensor) else [] for n, v in defaults.items()}
     counts = {"_update_count": 0, "_computed": None, "_forward_cache": None}
     return {"_defaults": defaults, **states, **counts}
 

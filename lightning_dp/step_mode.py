@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule
 from torch.profiler import record_function
 from typing_extensions import override
 
-from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.replicate import layers_in
 from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
 from lightning_dp.parallel.torch_private import is_profiling
+from lightning_dp.recording import StepRecorder, is_metric
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World

@@ -22,7 +22,7 @@ FLOORS = [
     ["first_step"],
     ["step_mode", "forward_mode"],
     ["mode"],
-    ["layer_sync", "metrics"],
+    ["layer_sync", "recording"],
     ["state", "checkpointing", "monitor"],
     ["processes", "table"],
     ["lightning_private"],

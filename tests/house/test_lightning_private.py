@@ -51,7 +51,7 @@ def test_an_unused_state_has_what_a_used_metric_has(name: str) -> None:
     used(3.0)
     used.compute()
     assert private.found(used, "_forward_cache") == 3
-    state = private.unused_state(private.state_defaults(used))
+    state = private.unused_state(used, torch.device("cpu"))
     assert name in vars(used) and name in state
     vars(used).update(state)
     assert not used.update_called

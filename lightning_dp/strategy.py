@@ -45,7 +45,7 @@ from lightning_dp.parallel.split import (
 )
 from lightning_dp.parallel.step import LOSS_REDUCTIONS
 from lightning_dp.parallel.usage import DeviceUsage
-from lightning_dp.processes import check_group_options
+from lightning_dp.processes import check_timeout
 from lightning_dp.step_mode import StepMode
 
 
@@ -188,8 +188,9 @@ class DataParallelMixin(CheckpointMixin):
                 f"{key}: expected to be left out in step mode, got {forward_options[key]}. Use "
                 'mode="forward", in which it has a meaning.'
             )
-        self._timeout = check_group_options(process_group_backend, timeout)
-        self._process_group_backend = process_group_backend
+        backends = (None, "gloo", "nccl", "cpu:gloo,cuda:nccl")
+        check_choice("process_group_backend", process_group_backend, backends)
+        self._process_group_backend, self._timeout = process_group_backend, check_timeout(timeout)
         self._engine_options: dict[str, Any] = {
             "dim": dim,
             "cost_key": sample_cost,
@@ -292,7 +293,7 @@ class DataParallelMixin(CheckpointMixin):
         plugin, why = layer_sync(self), why_forward_mode(self._module)
         if self.world is not None:
             self._check_processes(why, synced=plugin is not None)
-            self.begin_together(self.world, self._options_of_all, trainer)
+            self.begin_together(self.world, self._options_of_all)
         elif len(self._devices or ()) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
         if plugin is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from support.oracle import QUIET, ByHand, Classifier, loader
@@ -39,19 +38,13 @@ def test_a_machines_devices_are_shared_out(environ: Any, monkeypatch: pytest.Mon
     assert own.replica_names == ("process3/cpu:0", "process3/cpu:1")
 
 
-def test_a_slurm_job_without_tasks_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"num_nodes": 1, "plugins": [SLURMEnvironment()]}
-    own = started(monkeypatch, {"SLURM_JOB_ID": 7}, **options)
-    assert (own.global_rank, own.world_size, len(own.parallel_devices)) == (0, 1, 5)
-
-
 @pytest.mark.parametrize(
     ("environ", "options", "error"),
     [
-        (TORCHRUN, {"num_nodes": 1}, "num_nodes: expected the number .* 4 processes .* got 1"),
-        (SLURM, {"num_nodes": 4}, "num_nodes: expected the number .* 4 processes .* got 4"),
-        (TORCHRUN, {"devices": 1}, "devices: expected at least 2, .* got 1"),
-        ({}, {}, "num_nodes: expected 1, .* got 2"),
+        (TORCHRUN, {"num_nodes": 1}, "num_nodes: expected the number .* 4 processes on, got 1"),
+        (SLURM, {"num_nodes": 4}, "num_nodes: expected the number .* 4 processes on, got 4"),
+        (TORCHRUN, {"devices": 1}, "devices: expected at least 2, .* got .device"),
+        ({}, {}, "num_nodes: expected the number .* 1 processes on, got 2"),
         (
             TORCHRUN,
             {"strategy": DataParallelStrategy(devices=["cpu"] * 4, weights=[1, 2, 0, 0])},
@@ -101,7 +94,6 @@ def all_refused() -> list[str]:
     return [
         refused(Classifier, {"buffers": "mean" if first else "first"}),
         refused(Classifier, {"split": "even" if first else "chunk"}),
-        refused(Classifier, {}, max_epochs=1 if first else 2),
         refused(Classifier if first else Wider, {}),
         refused(Classifier, {"mode": "forward"}),
         refused(Manual, {}),
@@ -112,14 +104,13 @@ def all_refused() -> list[str]:
 
 
 REFUSALS = [
-    "buffers: expected the same in all processes, got 'mean', 'first' in turn",
-    "split: expected the same in all processes",
-    "Trainer's max_epochs: expected the same in all processes, got 1, 2 in turn",
+    "expected the same options in all processes, got .*buffers='mean'.*buffers='first'",
+    "expected the same options in all processes, got .*split='even'.*split='chunk'",
     "Expected the same parameters and buffers in every process",
     "mode: expected step mode in several processes, got forward mode. Leave it out",
     "got forward mode, as it sets automatic_optimization = False",
     "sync_batchnorm: expected False in several processes",
-    "max_norm=...\\): expected none in several processes",
+    "max_norm: expected None on several devices, got 1.0",
     "Batch size finder is not supported with distributed strategies",
 ]
 

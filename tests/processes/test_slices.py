@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_dp.parallel.split import even
-from lightning_dp.processes.slices import RankLoader, open_slices
+from lightning_dp.processes import RankLoader, open_slices
 
 SAMPLES, BATCH = 23, 5
 
@@ -71,15 +71,12 @@ def loaders(workers: bool) -> dict[str, DataLoader[Any]]:
 
 
 REFUSED: dict[str, Any] = {
-    "got Stream": lambda _: DataLoader(Stream(), batch_size=BATCH),
+    "got DataLoader, Stream": lambda _: DataLoader(Stream(), batch_size=BATCH),
     "got list": lambda _: [torch.zeros(2)],
     "got Regrouped": lambda _: Regrouped(Numbers(), batch_size=BATCH),
-    "got batch_size=None": lambda _: DataLoader(Numbers(), batch_size=None),
-    "got DistributedSampler": lambda _: DataLoader(
+    "got DataLoader, Numbers": lambda _: DataLoader(Numbers(), batch_size=None),
+    "got DataLoader, Numbers, DistributedSampler": lambda _: DataLoader(
         Numbers(), BATCH, sampler=DistributedSampler(Numbers(), num_replicas=2, rank=0)
-    ),
-    "as many batches in every process, got 5, 1": lambda rank: DataLoader(
-        Numbers(), batch_size=BATCH + rank * SAMPLES
     ),
 }
 

@@ -494,7 +494,7 @@ MUTANTS = [
         "flat.data.as_strided(like.shape, like.stride(), start)",
         "flat.data[start : start + like.numel()].view(like.shape)",
         "channels_last stays on the way",
-        ("tests/comm", "tests/reduce/test_strides_of_gradients.py"),
+        ("tests/comm", "tests/reduce/test_gradients.py"),
     ),
     Mutant(
         "comm/arrival-not-awaited",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_kinds import as_parameters, not_on_sim, on_separate
+from support.device_kinds import not_on_sim, on_separate
 from support.forward_twins import (
     CHECKPOINTED,
     EXACT,
@@ -53,20 +53,28 @@ class Checkpointed(nn.Module):
         return self.outer(hidden)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "executor"),
-    [(SIZES, "threads"), ((0, 4, 2), "inorder"), ((1,) * 6, "threads"), ((1, 0, 0), "inorder")],
-)
-def test_outputs_and_gradients_of_parameters_and_inputs(
-    sizes: tuple[int, ...], executor: str
-) -> None:
-    def use(net: nn.Module) -> Any:
-        x = inputs(sum(sizes)).requires_grad_()
-        y = net(x)
-        ((y @ y.T).exp().mean() + y.square().sum()).backward()  # every pair of samples counts
-        return y.detach(), x.grad
+def outputs_and_gradients(net: nn.Module) -> Any:
+    """Of parameters and inputs, over which a loss takes every pair of samples."""
+    x = inputs().requires_grad_()
+    y = net(x)
+    ((y @ y.T).exp().mean() + y.square().sum()).backward()
+    return y.detach(), x.grad
 
-    compare(perceptron, use, sizes, executor=executor)
+
+for _sizes, _executor in [
+    (SIZES, "threads"),
+    ((0, 4, 2), "inorder"),
+    ((1,) * 6, "threads"),
+    ((6, 0, 0), "inorder"),
+]:
+    law(LAWS, perceptron, id=str(_sizes), sizes=_sizes, executor=_executor)(outputs_and_gradients)
+
+
+@law(LAWS, perceptron)
+def two_calls_before_a_backward_and_two_backwards_of_a_call(net: nn.Module) -> None:
+    first, second = net(inputs(seed=1)), net(inputs(7, seed=2))
+    first.square().sum().backward(retain_graph=True)
+    (second.exp().sum() + first.square().sum()).backward()
 
 
 @law(LAWS, Branches)
@@ -150,24 +158,15 @@ def test_checkpoints_inside_of_forward(reentrant: bool, between: str) -> None:
     compare(lambda: Checkpointed(reentrant), use)
 
 
-# Without reentrance, torch lets the backward threads of several devices repeat the call at once.
-@pytest.mark.parametrize(
-    ("on", "reentrant"),
-    [pytest.param(*p.values, True, marks=p.marks) for p in as_parameters()] + [("cpu", False)],
-    indirect=["on"],
-)
-def test_checkpoints_around_a_spread_call(reentrant: bool) -> None:
-    """Equal shards: tensors saved in another order would fit, and be wrong."""
-
-    def use(net: nn.Module) -> Any:
-        gradients_of_inputs = []
-        for _ in range(3):
-            x = inputs().requires_grad_()
-            checkpoint(net, x, use_reentrant=reentrant).exp().sum().backward()
-            gradients_of_inputs.append(x.grad)
-        return gradients_of_inputs
-
-    compare(perceptron, use, (2, 2, 2))
+# Equal shards: tensors saved in another order would fit, and be wrong.
+@law(LAWS, perceptron, sizes=(2, 2, 2))
+def a_reentrant_checkpoint_around_a_spread_call(net: nn.Module) -> Any:
+    gradients_of_inputs = []
+    for _ in range(3):
+        x = inputs().requires_grad_()
+        checkpoint(net, x, use_reentrant=True).exp().sum().backward()
+        gradients_of_inputs.append(x.grad)
+    return gradients_of_inputs
 
 
 # Graphs that live on
@@ -218,13 +217,9 @@ def test_an_error_in_a_replica_arrives_once_and_training_goes_on() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("dp-")]
 
 
-# Checkpoints around spread calls, whose backward is in a thread of each device
-
-
-@pytest.mark.parametrize("way", CHECKPOINTED)
-def test_checkpoints_around_spread_calls_are_computed_again_once(way: str) -> None:
-    """The threads of several devices ask for their tensors at the same time."""
-    compare(layers, CHECKPOINTED[way], sizes=(2, 2, 1, 1))
+# Checkpoints around spread calls: the threads of several devices ask for their tensors at once.
+for _way, _use in CHECKPOINTED.items():
+    law(LAWS, layers, id=f"a checkpoint, {_way}", sizes=(2, 2, 1, 1))(_use)
 
 
 # Arguments
@@ -347,6 +342,61 @@ def test_running_statistics_are_those_of_the_first_or_the_mean(
             assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **EXACT)
             assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
             update(net), update(one)
+
+
+class Moved(nn.Module):
+    """A layer whose result is scaled by a buffer, which stays a leaf where the module is moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.register_buffer("scale", torch.full((3,), 0.5, dtype=torch.float64))
+        self.scale.requires_grad_()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved = super().to(*args, **kwargs)
+        self.scale = self.scale.detach().requires_grad_()
+        return moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale.exp()
+
+
+class Cached(Moved):
+    """A call leaves what it computes, with its graph, and the next one reads the value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.layer.weight.exp().mean(1) + 0.1 * self.scale.detach()
+        return torch.tanh(self.layer(x)) * self.scale
+
+
+@law(LAWS, Moved, sizes=(0, 4, 2), executor="inorder")
+def a_buffer_that_is_trained_and_its_hooks_see_the_sum_once(net: Any) -> Any:
+    seen: list[Any] = []
+    net.scale.register_hook(lambda g: seen.append(g.cpu()) or 2 * g)
+    net.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.cpu().clone()))
+    for seed in range(3):
+        (net(inputs(seed=seed)) - 1).square().mean().backward()
+        with torch.no_grad():
+            net.scale -= 0.1 * net.scale.grad
+    return seen, net.scale.grad.cpu()
+
+
+@law(LAWS, Moved)
+def a_buffer_that_is_computed_of_a_parameter(net: Any) -> Any:
+    for seed in range(3):
+        net.scale = net.layer.weight.exp().mean(1)
+        (net(inputs(seed=seed)) - 1).square().mean().backward()
+        update(net)
+    net.scale = net.scale.detach()
+
+
+@law(LAWS, Cached)
+def a_buffer_that_the_last_call_has_computed(net: Any) -> Any:
+    for seed in range(3):
+        (net(inputs(seed=seed)) - 1).square().mean().backward()
+        update(net)
+    net.scale = net.scale.detach()
 
 
 # Submodules

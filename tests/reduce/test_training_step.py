@@ -1,24 +1,21 @@
 """The engine's training step: the loss and the gradients of the whole batch."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.oracle import devices_of, gradients
+from support.device_kinds import not_on_sim
+from support.oracle import assert_equal_trees, gradients
+from support.step_twins import step_engine
 from torch import Tensor, nn
-
-from lightning_dp.parallel.reduce import reduce_gradients
-from lightning_dp.parallel.split import weighted
-from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.usefixtures("on")
 
-CPU = torch.device("cpu")
+CLOSE = {"atol": 1e-12, "rtol": 1e-12}
 
 
 class Regression(nn.Module):
@@ -39,36 +36,15 @@ def mean_loss(net: nn.Module, batch: Tensor) -> Tensor:
     return net(batch).square().mean()
 
 
-@contextmanager
-def engine_of(module: nn.Module, sizes: tuple[int, ...], **options: Any) -> Iterator[StepParallel]:
-    devices = devices_of(len(sizes))
-    engine = StepParallel(
-        module.to(devices[0]),
-        devices,
-        output_device=CPU,
-        split=lambda n: sizes if sum(sizes) == n else weighted(n, sizes),
-        **{"executor": "threads", **options},
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def train(module: nn.Module, batch: Any, sizes: tuple[int, ...], **options: Any) -> Any:
-    with engine_of(module, sizes, **options) as engine:
-        output = engine.train("training_step", engine.scatter(batch))
+    with step_engine(module, sizes, **options) as engine:
+        output = engine.train("training_step", batch)
         (output["loss"] if isinstance(output, dict) else output).backward()
         return output
 
 
 def assert_same_gradients(module: nn.Module, oracle: nn.Module) -> None:
-    expected = gradients(oracle)
-    for name, gradient in gradients(module).items():
-        other = expected[name]
-        assert (gradient is None) == (other is None), name
-        if gradient is not None and other is not None:
-            torch.testing.assert_close(gradient, other, atol=1e-12, rtol=0)
+    assert_equal_trees(gradients(module), gradients(oracle), "gradients", **CLOSE)
 
 
 def sum_loss(net: nn.Module, batch: Tensor) -> Tensor:
@@ -87,17 +63,9 @@ def test_any_split_gives_the_loss_and_gradients_of_the_whole_batch(
     loss = train(module, batch, tuple(sizes), loss_reduction=reduction)
     expected = oracle.training_step(batch)
     expected.backward()
-    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(loss, expected, **CLOSE)
     assert_same_gradients(module, oracle)
     assert module.unused.weight.grad is None
-
-
-def test_gradients_that_torch_conjugates_or_negates_only_as_it_reads_them() -> None:
-    values = torch.complex(*torch.randn(2, 3, 4, dtype=torch.float64))
-    root, twin = nn.Parameter(values.clone()), nn.Parameter(values.clone())
-    root.grad, twin.grad = values.clone(), values.conj()
-    reduce_gradients([[root], [twin]])
-    assert torch.equal(root.grad, 2 * values.real + 0j)
 
 
 def masked_loss(net: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -142,8 +110,8 @@ def test_replicas_that_return_none_are_left_out() -> None:
         train(module, batch, (2, 1, 2))
     oracle.training_step(batch[:3]).backward()
     assert_same_gradients(module, oracle)
-    with engine_of(module, (2, 3)) as engine:
-        assert engine.train("training_step", engine.scatter(-batch.abs())) is None
+    with step_engine(module, (2, 3)) as engine:
+        assert engine.train("training_step", -batch.abs()) is None
 
 
 def test_a_parameter_that_one_replica_used_gets_its_gradient() -> None:
@@ -160,59 +128,40 @@ def test_a_parameter_that_one_replica_used_gets_its_gradient() -> None:
     assert_same_gradients(module, expected)
 
 
-def test_gradients_accumulate_over_backwards() -> None:
-    batches = torch.randn(3, 6, 4, dtype=torch.float64)
-    module, oracle = Regression(mean_loss), Regression(mean_loss)
-    with engine_of(module, (2, 2, 2)) as engine:
-        for i, batch in enumerate(batches):
-            if i == 1:  # which makes new replicas
-                module.net[0].register_forward_hook(lambda *_: None)
-            engine.train("training_step", engine.scatter(batch)).backward()
-    for batch in batches:
-        oracle.training_step(batch).backward()
-    assert_same_gradients(module, oracle)
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_gradient_hooks_of_parameters_see_the_sum_once(
-    on_cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def with_hooks() -> tuple[Regression, list[Tensor]]:
-        module, seen = Regression(mean_loss), []
-        mask = torch.tensor([[0.0], [1], [1], [1], [1]], dtype=torch.float64)
-        module.net[0].weight.register_hook(
-            lambda gradient: (gradient * mask.to(gradient)).clamp(-0.01, 0.01)
-        )
-        module.net[2].weight.register_post_accumulate_grad_hook(
-            lambda parameter: seen.append(parameter.grad.cpu().clone())
-        )
-        return module, seen
-
-    batches = torch.randn(3, 5, 4, dtype=torch.float64)
-    (module, seen), (oracle, expected) = with_hooks(), with_hooks()
-    with engine_of(module, (2, 2, 1)) as engine:
-        monkeypatch.setattr(engine, "on_cpu", on_cpu)
-        for batch in batches:
-            engine.train("training_step", engine.scatter(batch)).backward()
-    for batch in batches:
-        oracle.training_step(batch).backward()
-    assert_same_gradients(module, oracle)
-    torch.testing.assert_close(seen, expected, atol=1e-12, rtol=0)
-    assert module.net[0].weight._backward_hooks
-
-
-def test_backward_can_be_repeated_if_the_graph_is_kept() -> None:
+def test_a_backward_that_is_repeated_needs_the_graph_and_makes_none() -> None:
     batch = torch.randn(4, 4, dtype=torch.float64)
-    module, oracle = Regression(mean_loss), Regression(mean_loss)
-    with engine_of(module, (2, 2)) as engine:
-        loss = engine.train("training_step", engine.scatter(batch))
-        loss.backward(retain_graph=True)
+    with step_engine(Regression(mean_loss), (2, 2)) as engine:
+        loss = engine.train("training_step", batch)
         loss.backward()
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             loss.backward()
         with pytest.raises(RuntimeError, match=r"inside training_step"):
-            engine.train("training_step", engine.scatter(batch)).backward(create_graph=True)
-    (2 * oracle.training_step(batch)).backward()
+            engine.train("training_step", batch).backward(create_graph=True)
+
+
+def test_buffers_that_are_trained_are_refused() -> None:
+    module = Regression(mean_loss)
+    module.register_buffer("scale", None)
+    message = r"buffers without gradients, got \['scale'.*parameters"
+    with step_engine(module, (2, 2)) as engine, pytest.raises(ValueError, match=message):
+        module.scale = torch.ones_like(module.net[0].bias, requires_grad=True)
+        engine.train("training_step", torch.randn(4, 4))
+
+
+@not_on_sim  # which has no tensors of forward-mode derivatives
+# The first derivative of this kind makes torch compile functions for it.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_derivatives_in_forward_mode_are_refused_in_threads_and_right_in_order() -> None:
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        out, slope = torch.func.jvp(net, (batch,), (torch.ones_like(batch),))
+        return (out.square() + slope.square()).mean()
+
+    batch = torch.randn(9, 4, dtype=torch.float64)
+    module, oracle = Regression(step), Regression(step)
+    with pytest.raises(RuntimeError, match=r"torch.func.jvp.*executor=\"inorder\""):
+        train(module, batch, (3, 3, 3))
+    train(module, batch, (3, 3, 3), executor="inorder")
+    oracle.training_step(batch).backward()
     assert_same_gradients(module, oracle)
 
 
@@ -230,8 +179,8 @@ def test_outputs_that_are_no_loss_are_refused(
     output: Any, error: type[Exception], message: str
 ) -> None:
     module = Regression(lambda net, batch: output)
-    with engine_of(module, (2, 2)) as engine, pytest.raises(error, match=message):
-        engine.train("training_step", engine.scatter(torch.randn(4, 4)))
+    with step_engine(module, (2, 2)) as engine, pytest.raises(error, match=message):
+        engine.train("training_step", torch.randn(4, 4))
 
 
 # Elsewhere one backward runs through all graphs, and PyTorch does not say in whose it failed.
@@ -245,8 +194,8 @@ def test_an_error_in_backward_names_replica_and_samples() -> None:
 
     batch = -torch.ones(5, 4, dtype=torch.float64)
     batch[2:] = 1
-    with engine_of(Regression(step), (2, 3)) as engine:
-        loss = engine.train("training_step", engine.scatter(batch))
+    with step_engine(Regression(step), (2, 3)) as engine:
+        loss = engine.train("training_step", batch)
         note = r"in replica 1 on cpu:1, backward, samples 2 to 4 of 5"
         with pytest.raises(ZeroDivisionError, match=note):
             loss.backward()
@@ -257,7 +206,7 @@ def test_a_batch_with_nothing_to_cut_runs_on_the_root_alone() -> None:
         lambda net, batch: net(batch["scale"] * torch.ones_like(net[0].weight)).mean()
     )
     with (
-        engine_of(module, (1, 1)) as engine,
+        step_engine(module, (1, 1)) as engine,
         pytest.warns(UserWarning, match="runs on the root device alone"),
     ):
         shards = engine.scatter({"scale": 2.0})

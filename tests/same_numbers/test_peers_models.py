@@ -14,7 +14,6 @@ differences:
 - Models with other parameters on some replicas, which DDP refuses, cannot come about: there is one.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,14 +23,14 @@ import torch
 from lightning.pytorch import LightningModule
 from support import oracle
 from support.forward_twins import EXACT, inputs, update, wrapping
-from support.oracle import assert_equal_trees, devices_of, gradients
+from support.oracle import assert_equal_trees, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DataParallel, DataParallelStrategy
+from lightning_dp import DataParallelStrategy
 
 pytestmark = [
     pytest.mark.usefixtures("on", "one_thread"),
@@ -356,73 +355,6 @@ def _plain(outputs: Any) -> Any:
         return outputs
     assert outputs.kind == "record"
     return [outputs.o1, outputs.o2]
-
-
-@pytest.mark.parametrize("k", [2, 3, 8])
-def test_second_derivatives(k: int) -> None:
-    one, net = made(MODELS["Twice"]), made(MODELS["Twice"]).to(devices_of(1)[0])
-    wrapper = DataParallel(net, devices_of(k), output_device="cpu")
-    for module in (one, wrapper):
-        own = list(module.parameters())
-        slopes = torch.autograd.grad(loss_of(module(inputs(N))), own, create_graph=True)
-        sum(slope.to("cpu").square().sum() for slope in slopes).backward()
-    compare(net, one, EXACT)
-    wrapper.close()
-
-
-@pytest.mark.parametrize("k", [2, 3, 8])
-def test_two_calls_before_a_backward_and_two_backwards_of_a_call(k: int) -> None:
-    one, net = made(MODELS["Twice"]), made(MODELS["Twice"]).to(devices_of(1)[0])
-    wrapper = DataParallel(net, devices_of(k), output_device="cpu")
-    for module in (one, wrapper):
-        first, second = module(inputs(N, seed=1)), module(inputs(7, seed=2))
-        loss_of(first).backward(retain_graph=True)
-        (loss_of(second) + loss_of(first)).backward()
-    compare(net, one, EXACT)
-    wrapper.close()
-
-
-@pytest.mark.parametrize("k", [2, 3, 8])
-def test_batch_norm_is_that_of_the_shard_and_buffers_the_first_ones(k: int) -> None:
-    net = nn.BatchNorm1d(WIDTH).double().to(devices_of(1)[0])
-    one = nn.BatchNorm1d(WIDTH).double()
-    wrapper = DataParallel(net, devices_of(k), output_device="cpu")
-    for seed in range(3):
-        x = inputs(4 * k, seed=seed)
-        y = wrapper(x)
-        expected = torch.cat([copy.deepcopy(one)(shard) for shard in x.split(4)])
-        one(x[:4])
-        assert_equal_trees(y, expected, "outputs", **EXACT)
-        assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **EXACT)
-    wrapper.close()
-
-
-def test_an_exception_in_one_replica_ends_the_call_and_the_next_one_works() -> None:
-    def between(m: Any, h: Tensor) -> Tensor:
-        if h.abs().max() > 1e3:
-            raise ValueError("Uneven")
-        return h
-
-    one, net = made(Row(between=between)), made(Row(between=between)).to(devices_of(1)[0])
-    wrapper = DataParallel(net, devices_of(3), output_device="cpu", executor="threads")
-    x = inputs(N)
-    x[-1] = 1e6
-    with pytest.raises(ValueError, match=r"^Uneven"):
-        wrapper(x)
-    for module in (one, wrapper):
-        loss_of(module(inputs(N))).backward()
-    compare(net, one, EXACT)
-    wrapper.close()
-
-
-def test_every_replica_decides_by_its_own_samples() -> None:
-    row = Row(between=lambda m, h: h if h.sum() > 0 else -h)
-    one, net = made(row), made(row).to(devices_of(1)[0])
-    wrapper = DataParallel(net, devices_of(2), output_device="cpu")
-    x = inputs(N)
-    expected = torch.cat([one(x[:5]), one(x[5:])])
-    assert_equal_trees(wrapper(x), expected, "outputs", **EXACT)
-    wrapper.close()
 
 
 # The strategy

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from support.oracle import Classifier, Run, assert_equal_trees, assert_same, loader, run, trainer
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
 
@@ -45,13 +46,46 @@ class EndsEpochs(Classifier):
         return -1 if self.current_epoch == 0 and batch_idx == 3 else None
 
 
+class Adversarial(Classifier):
+    """Trains on inputs that a backward inside of the step has made worse."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        F.cross_entropy(self(x), y, reduction="sum").backward()
+        assert x.grad is not None
+        return F.cross_entropy(self((x + 0.1 * x.grad.sign()).detach()), y)
+
+
+class InPlace(Adversarial):
+    """Gradients are zeroed in place."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Validating(Classifier):
+    """Leaves gradients in validation, which nobody zeroes: they go on into the next step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            F.cross_entropy(self(batch[0]), batch[1], reduction="sum").backward()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        return None
+
+
+STEPS_AND_BACKWARDS = [LeavesOut, DoesNotLearn, EndsEpochs, Adversarial, InPlace, Validating]
+
+
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
-@pytest.mark.parametrize("accumulate", [2, 3])
-@pytest.mark.parametrize("make", [LeavesOut, DoesNotLearn, EndsEpochs])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("make", STEPS_AND_BACKWARDS)
 def test_gradients_that_wait_are_there_when_the_optimizer_steps(make: Any, accumulate: int) -> None:
     def result(devices: int) -> Run:
         data = lambda: loader(batch_size=11)
-        return run(make, devices, data=data, accumulate_grad_batches=accumulate)
+        options: Any = {"inference_mode": False, "accumulate_grad_batches": accumulate}
+        return run(make, devices, data=data, **options)
 
     assert_same(result(3), result(1))
 

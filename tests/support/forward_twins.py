@@ -86,11 +86,17 @@ def compare(
     return engine
 
 
-def law(table: list[Any], make: Callable[[], nn.Module], marks: Any = (), **options: Any) -> Any:
+def law(
+    table: list[Any],
+    make: Callable[[], nn.Module],
+    marks: Any = (),
+    id: str | None = None,
+    **options: Any,
+) -> Any:
     """Adds the decorated `use` to a table of arguments of `compare`."""
 
     def add(use: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-        table.append(pytest.param(make, use, options, id=use.__name__, marks=marks))
+        table.append(pytest.param(make, use, options, id=id or use.__name__, marks=marks))
         return use
 
     return add

@@ -79,7 +79,7 @@ def arrows() -> Iterator[tuple[str, str, str, str, str]]:
                 yield ".".join(parts), here, there, target, name
 
 
-def test_a_room_imports_what_is_below_it() -> None:
+def test_a_room_imports_only_rooms_below_it() -> None:
     found = {arrow[1:3] for arrow in arrows()}
     up = [f"{here} imports {there}" for here, there in found if LEVELS[there] >= LEVELS[here]]
     assert len(found) > 50 and not up, sorted(up)
@@ -91,36 +91,13 @@ def test_only_the_app_imports_hydra() -> None:
     assert {file.relative_to(PACKAGE).parts[0] for file in files} == {"app"}
 
 
-def test_every_room_has_its_floor() -> None:
+def test_every_room_has_a_floor() -> None:
     files = {".".join(f.relative_to(PACKAGE).with_suffix("").parts) for f in PACKAGE.rglob("*.py")}
     rooms = {room_of(f"lightning_dp.{name}") for name in files if name != "parallel.__init__"}
     assert rooms == set(LEVELS)
 
 
-IGNORE = re.compile(r"# (?:noqa\b(: [A-Z]+\d+)?|type: ignore\b(\[[\w,-]+\])?)")
-
-
-def ignores(text: str) -> Iterator[tuple[str, bool]]:
-    """Lines that a checker is told to pass over; whether they say in what, and then why."""
-    for line in text.splitlines():
-        found = list(IGNORE.finditer(line))
-        if found:
-            ends_with_why = re.match(r"  # \S+.*$", line[found[-1].end() :]) is not None
-            yield line.strip(), ends_with_why and all(any(m.groups()) for m in found)
-
-
-def test_what_checkers_are_told_to_pass_over_has_its_reason_on_the_line() -> None:
-    folders = ("lightning_dp", "examples", "conf", "tests")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    found = [ignored for file in files for ignored in ignores(file.read_text())]
-    bare = [line for line, has_why in found if not has_why and "IGNORE = " not in line]
-    assert len(found) > 20 and not bare, "\n".join(bare)
-    mark = "#"
-    for words in ("noqa", "noqa: E501", "type: ignore", "type: ignore  # why", "noqa: E501 why"):
-        assert [why for _, why in ignores(f"x = 1  {mark} {words}")] == [False], words
-
-
-def test_the_guide_names_every_folder() -> None:
+def test_the_development_guide_names_every_folder() -> None:
     guide = (ROOT / "examples" / "guides" / "development.md").read_text()
     tests = {f.relative_to(ROOT / "tests") for f in (ROOT / "tests").rglob("test_*.py")}
     folders = {wing.rsplit(".")[-1] for wing in WINGS} | {file.parts[0] for file in tests}

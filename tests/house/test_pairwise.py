@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.pairwise import covering
@@ -28,10 +27,3 @@ def test_every_two_values_meet_and_the_first_ones_need_no_others(
     own = [row for row, is_first in zip(rows, first, strict=True) if is_first]
     assert pairs(picked) == pairs(rows)
     assert pairs([row for row in picked if row in own]) == pairs(own)
-
-
-@pytest.mark.parametrize("lengths", [(3, 3, 3), (4, 2, 3, 2)])
-def test_of_a_whole_product_few_are_left(lengths: Sequence[int]) -> None:
-    rows = list(product(*map(range, lengths)))
-    longest, second, *_ = sorted(lengths, reverse=True)
-    assert longest * second <= len(covering(rows, [True] * len(rows))) <= 2 * longest * second

@@ -1,14 +1,35 @@
-"""Private names of torch, Lightning and torchmetrics stand in two files, and each has a test."""
+"""Private names of torch, Lightning and torchmetrics: they stand in two files, and are there.
+
+What the package does with a name is tested where it does it; here a release that renames one is
+told which.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
 
+import lightning
 import pytest
+import torch
+from lightning.fabric.utilities import distributed
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.overrides import distributed as overrides
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from support.oracle import QUIET
 from support.programs import ROOT
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_dp import lightning_private
+from lightning_dp.parallel import torch_private as private
+from lightning_dp.parallel.apply import executor
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
 
 PACKAGE = ROOT / "lightning_dp"
 FILES = {str(f.relative_to(PACKAGE)): ast.parse(f.read_text()) for f in PACKAGE.rglob("*.py")}
@@ -19,74 +40,204 @@ PUBLIC = {
     "_repr_png_",  # of IPython
     *("_target_", "_convert_", "_partial_"),  # of Hydra's configs
 }
-MODULES = {"_C", "_autograd", "_device", "_python_dispatch", "_utils"}
-"""Private modules: their tests are those of the names in them."""
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
 
 
-def is_private(name: str) -> bool:
-    """Whether a part of a dotted name has one leading underscore.
-
-    Example:
-        >>> [is_private(name) for name in ("_version", "torch._C", "__dict__", "_", "a_b")]
-        [True, True, False, False, False]
-    """
-    return any(re.fullmatch(r"_(?!_)\w+", part) and part not in PUBLIC for part in name.split("."))
+def _trainer(**options: Any) -> Trainer:
+    return Trainer(**{**QUIET, "accelerator": "cpu", "devices": 1, **options})
 
 
-def defined_in(tree: ast.AST) -> set[str]:
-    """The private functions, classes, arguments, variables and attributes that a file defines."""
-    names: set[str] = set()
+NAMES: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
+    # Lightning and torchmetrics.
+    (BoringModel, ("_device", "_current_fx_name")),
+    (MeanMetric, ("_defaults", "_update_count", "_computed", "_forward_cache")),
+    (
+        _trainer,
+        (
+            *("_results", "_logger_connector.should_update_logs", "fit_loop._should_accumulate"),
+            "fit_loop.epoch_loop._batches_that_stepped",
+            "_accelerator_connector._devices_flag",
+        ),
+    ),
+    (DDPStrategy, ("_layer_sync",)),
+    (lambda: SingleDeviceStrategy("cpu"), ("_checkpoint_io",)),
+    (lambda: distributed, ("_init_dist_connection", "_destroy_dist_connection")),
+    (lambda: overrides, ("_IndexBatchSamplerWrapper",)),
+    # torch.
+    (
+        lambda: nn.BatchNorm1d(1),
+        ("_parameters", "_buffers", "_modules", "_compiled_call_impl", "_check_input_dim", *HOOKS),
+    ),
+    (lambda: nn.Linear(1, 1).state_dict(), ("_metadata",)),
+    (
+        lambda: nn.Parameter(torch.ones(1)),
+        ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    ),
+    (lambda: torch.ones(1).untyped_storage(), ("_cdata",)),
+    (lambda: torch.distributions.Normal(0, 1), ("_batch_shape",)),
+    (lambda: torch.compile(nn.Linear(1, 1), backend="eager"), ("_orig_mod",)),
+    (
+        lambda: torch.compile(lambda x: x, backend="eager"),
+        # "_torchdynamo_wrapper_id" is newer than torch 2.8; set for an older one, nobody reads it.
+        ("_torchdynamo_orig_callable", "_torchdynamo_inline"),
+    ),
+    (lambda: torch.compiler.disable(lambda x: x), ("_torchdynamo_disable",)),
+    (
+        lambda: torch,
+        (
+            *("_foreach_add_", "_foreach_copy_", "_C._storage_Use_Count"),
+            *("_C._will_engine_execute_node", "_C._current_graph_task_id"),
+            *("_C._len_torch_function_stack", "_C._len_torch_dispatch_stack"),
+            *("_C._autograd._profiler_enabled", "_C._autograd._top_saved_tensors_default_hooks"),
+            "_C._autograd._get_current_graph_task_keep_graph",
+            "autograd._engine_run_backward",
+            "autograd.Variable._execution_engine.queue_callback",
+            "autograd.Variable._execution_engine.is_checkpoint_valid",
+            *("overrides._get_current_function_mode_stack", "utils._device.DeviceContext"),
+            "utils._python_dispatch.TorchDispatchMode",
+            *("utils._pytree.SUPPORTED_NODES", "utils._pytree.tree_flatten"),
+            "utils._pytree.tree_unflatten",
+            "utils.checkpoint._checkpoint_without_reentrant_generator",
+            "_dynamo.config.accumulated_recompile_limit",
+            *("_dynamo.config.recompile_limit", "_dynamo.eval_frame._TorchDynamoContext"),
+            "_dynamo.utils.counters",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("owner", "names"), NAMES)
+def test_private_names_are_there(owner: Callable[[], Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        reduce(getattr, name.split("."), owner())  # its AttributeError says which is gone
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Private names in a file: attributes, imports, and those that `getattr` is given."""
+    for node in ast.walk(tree):
+        names: list[Any] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names = [name for alias in node.names for name in alias.name.split(".")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+        yield from (n for n in map(str, names) if re.fullmatch(r"_(?!_)\w+", n) and n not in PUBLIC)
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Functions, classes, arguments, variables and attributes that a file defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
+            yield node.name
         elif isinstance(node, ast.arg):
-            names.add(node.arg)
+            yield node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
+            yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
-    return names
-
-
-def touched(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
-    """Line and name of each private name in a file, and whether it is one of `self`."""
-    for node in ast.walk(tree):
-        names, of_self = list[str](), False
-        if isinstance(node, ast.Attribute):
-            names, of_self = [node.attr], ast.unparse(node.value) in ("self", "cls")
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call):  # getattr(x, "_name"), hasattr, setattr
-            names = [a.value for a in node.args if isinstance(a, ast.Constant)]
-        yield from (
-            (node.lineno, name, of_self)  # type: ignore[attr-defined]  # these nodes have a line
-            for name in names
-            if isinstance(name, str) and re.fullmatch(r"[\w.]+", name) and is_private(name)
-        )
-
-
-def foreign_names(file: str) -> list[tuple[int, str]]:
-    """Private names that a file uses and that it (on `self`: the package) does not define."""
-    ours, everywhere = defined_in(FILES[file]), set().union(*map(defined_in, FILES.values()))
-    found = list(touched(FILES[file]))
-    return [(line, name) for line, name, own in found if name not in (everywhere if own else ours)]
+            yield node.attr
 
 
 def test_private_names_of_others_stand_in_two_files() -> None:
-    found = {file: foreign_names(file) for file in FILES if file not in ROOMS}
+    ours = {name for file in FILES if file not in ROOMS for name in defined(FILES[file])}
+    found = {file: {*used(tree)} - ours for file, tree in FILES.items() if file not in ROOMS}
     found = {file: names for file, names in found.items() if names}
     assert not found, f"give these a function in {' or '.join(ROOMS)}: {found}"
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_each_private_name_has_a_test_that_is_named_after_it(room: str) -> None:
-    names = {name.rpartition(".")[2] for _, name in foreign_names(room)}
-    tests = ast.parse((ROOT / "tests" / "house" / f"test_{Path(room).stem}.py").read_text())
-    named = [node.name for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)]
-    # A test of several names has them as parameters.
-    named += [part.value for part in ast.walk(tests) if isinstance(part, ast.Constant)]
-    text = " ".join(name for name in named if isinstance(name, str) and " " not in name)
-    missing = sorted(name for name in names - MODULES if name.strip("_") not in text)
-    assert len(names) > 5 and not missing, f"no test is named after {missing}"
+def test_each_private_name_of_others_is_tested(room: str) -> None:
+    tested = {part for _, names in NAMES for name in names for part in name.split(".")}
+    missing = {*used(FILES[room])} - {*defined(FILES[room])} - tested
+    assert not missing, f"add these to NAMES: {missing}"
+
+
+def test_names_are_looked_up_when_they_are_used() -> None:
+    """At import, a name that a release of torch has renamed would break the whole package."""
+    body = FILES["parallel/torch_private.py"].body
+    at_import = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names = [n.attr for node in at_import for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+    assert not [name for name in names if name.startswith("_")]
+
+
+# --- what is built of them ------------------------------------------------------------------------
+
+
+def test_a_name_that_is_gone_is_an_error_with_the_release() -> None:
+    release = f"lightning {lightning.__version__}"
+    with pytest.raises(RuntimeError, match=f"Trainer to have _gone, got {release} without it"):
+        lightning_private.found(_trainer(), "_gone")
+
+
+@pytest.mark.parametrize(("devices", "count"), [(3, 3), ("3", 3), ("auto", None), (1, None)])
+def test_how_many_devices_a_trainer_was_asked_for(devices: Any, count: int | None) -> None:
+    """On the CPU 1 is what "auto" comes to."""
+    job = _trainer(devices=devices, strategy="ddp")
+    assert lightning_private.devices_asked_for(job) == count
+
+
+def test_hook_tables_and_fixed_names_are_all_there() -> None:
+    names = {name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name}
+    assert names == set(HOOKS) == set(private.HOOK_TABLES)
+    net = nn.Linear(1, 1)
+    before = {name: vars(net)[name] for name in private.FIXED_NAMES}
+    for add in (net.register_forward_hook, net.register_forward_pre_hook):
+        add(print, with_kwargs=True)
+    net.register_full_backward_hook(print)
+    net.load_state_dict(net.double().eval().state_dict())
+    changed = {name for name, value in before.items() if vars(net)[name] is not value}
+    assert changed <= {"_is_full_backward_hook"}  # None before the first hook
+
+
+def test_a_view_is_not_alone_in_its_memory() -> None:
+    tensor = torch.ones(4)
+    view = tensor.view(2, 2)
+    assert not private.is_alone_in_memory(tensor) and not private.is_alone_in_memory(view)
+    del view
+    assert private.is_alone_in_memory(tensor)
+
+
+def test_where_checkpoints_are_made_in_another_way_replicas_run_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in vars(torch.utils.checkpoint) if "without_reentrant" in name]:
+        monkeypatch.delattr(torch.utils.checkpoint, name)
+    monkeypatch.setattr(executor, "watch_checkpoints", private.watch_checkpoints.__wrapped__)
+    with pytest.warns(UserWarning, match="replicas run in order"):
+        engine = executor.Executor([torch.device("cpu")] * 2, "threads")
+    assert not engine.choose("step", 2)
+
+
+class _AsksInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ask: Callable[[Any], None]) -> Tensor:
+        ctx.ask = ask
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.ask(ctx)
+        return gradient, None
+
+
+def test_a_node_knows_its_backward() -> None:
+    """Whether the graph is kept, which leaves are filled, and when it has ended."""
+    x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
+    seen: list[Any] = []
+
+    def ask(node: Any) -> None:
+        stack, _ = node.next_functions[0]
+        will_run = [private.will_run(leaf) for leaf, _ in stack.next_functions]
+        seen.append((private.keeps_graph(), private.backward_id() >= 0, will_run))
+        private.at_end_of_backward(lambda: seen.append("end"))
+
+    loss = _AsksInBackward.apply(torch.stack([x, y]), ask).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(inputs=[y])
+    x.sum().backward()
+    expected = [(True, True, [True, True]), "end", (False, True, [False, True]), "end"]
+    assert seen == expected and private.backward_id() < 0

@@ -110,9 +110,14 @@ def test_an_error_names_both_ops_and_their_streams(side: torch.Stream) -> None:
     x = ones().mul_(2)
     with torch.sim.stream(side), pytest.raises(torch.sim.RaceError) as race:
         x + 1
-    for part in ("aten::add on stream", "reads", "aten::mul_ on the default stream of sim:0",
-                 "has written", "wait_stream"):  # fmt: skip
-        assert part in str(race.value)
+    parts = ("aten::add on stream", "reads", "aten::mul_ on the default stream of sim:0", "written")
+    assert all(part in str(race.value) for part in parts)
+
+
+def from_pinned(x: Tensor) -> Tensor:
+    pinned = torch.ones(x.shape).pin_memory()
+    x.copy_(pinned, non_blocking=True)
+    return pinned
 
 
 WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
@@ -121,14 +126,15 @@ WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "out of cat": lambda x, i, rows: torch.cat([rows, rows], out=x),
     "normal_": lambda x, i, rows: x.normal_(),
     "copy_": lambda x, i, rows: x.copy_(rows[0]),
-    "from pinned memory": lambda x, i, rows: x.copy_(PINNED, non_blocking=True),
+    "from pinned memory": lambda x, i, rows: x.copy_(
+        torch.ones(4, 4).pin_memory(), non_blocking=True
+    ),
     "from another device": lambda x, i, rows: x.copy_(rows.to("sim:1")[0], non_blocking=True),
     "storage": lambda x, i, rows: x.untyped_storage().fill_(0),
     # Their schemas do not say that they write.
     "embedding's renorm": lambda x, i, rows: F.embedding(i, x, max_norm=0.1),
     "batch norm's statistics": lambda x, i, rows: F.batch_norm(rows, x[0], x[1], training=True),
 }
-PINNED = torch.ones(4, 4)
 
 READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "cat": lambda x, i: torch.cat([x, x]),
@@ -142,8 +148,6 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_reading_what_another_stream_writes_is_a_race(writer: str, side: torch.Stream) -> None:
-    global PINNED
-    PINNED = PINNED.pin_memory()
     x, rows = torch.ones(4, 4, device=SIM), torch.ones(2, 4, device=SIM)
     i = torch.tensor([0, 1], device=SIM)
     kept = on_side_after_main(side, lambda: WRITERS[writer](x, i, rows))
@@ -246,56 +250,10 @@ def test_the_host_waits_where_it_does_for_cuda(case: str) -> None:
     assert (torch.sim.host_waits() > before) == waits
 
 
-VALUES = [
-    torch.arange(4.0),
-    torch.arange(4),
-    torch.tensor([True, False, True]),
-    torch.arange(4.0).to(torch.complex64),
-    torch.arange(6.0).view(2, 3).t(),
-]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.dtype}-{value.dim()}d")
-def test_a_copy_to_the_host_is_there_when_it_was_waited_for(value: Tensor) -> None:
+@pytest.mark.parametrize("value", [torch.arange(4.0), torch.tensor([True, False, True])], ids=str)
+def test_a_copy_to_the_host_is_wrong_until_it_was_waited_for(value: Tensor) -> None:
     copied = value.to(SIM).to("cpu", non_blocking=True)
-    other = torch.Stream(SIM)
-    other.synchronize()  # brings nothing
+    torch.Stream(SIM).synchronize()  # brings nothing
     assert copied.is_pinned() and not torch.equal(copied, value)
     main().record_event().synchronize()
     assert torch.equal(copied, value)
-
-
-# --- a training on a side stream ------------------------------------------------------------------
-
-NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (2, 3, 8, 8)),
-    "lstm": (lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True), (2, 3, 4)),
-    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (2, 3, 8)),
-}
-
-
-def trained(net: str, stream: torch.Stream | None, **adam: Any) -> list[Tensor]:
-    torch.manual_seed(0)
-    make, shape = NETS[net]
-    module, x = make().to(SIM), torch.randn(shape)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **adam)
-    if stream is not None:
-        stream.wait_stream(main())
-    with torch.sim.stream(stream):
-        for _ in range(3):
-            optimizer.zero_grad()
-            output = module(x.to(SIM))
-            (output[0] if isinstance(output, tuple) else output).square().mean().backward()
-            optimizer.step()
-    if stream is not None:
-        main().wait_stream(stream)
-    return [parameter.detach().cpu() for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize("adam", [{"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("net", NETS)
-def test_training_on_a_side_stream_is_that_on_the_default_one(
-    net: str, adam: dict[str, Any], side: torch.Stream
-) -> None:
-    for a, b in zip(trained(net, None, **adam), trained(net, side, **adam), strict=True):
-        assert torch.equal(a, b)

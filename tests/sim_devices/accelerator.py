@@ -55,14 +55,13 @@ class SimAccelerator(Accelerator):
         return {"memory_allocated": device_module.memory_allocated(device)}
 
     @staticmethod
-    def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Returns ids, given a number, a list, either as a string, or -1 or ``"auto"`` for all."""
+    def parse_devices(devices: Any) -> list[int]:
+        """Returns ids, given a list of them or a number, in which -1 is all."""
         # What is not enabled yet can still be enabled with any count.
         count = device_module.device_count() if is_enabled() else MAX_DEVICE_COUNT
-        try:
-            ids = _device_ids(devices)
-        except (TypeError, ValueError):
-            ids = []
+        if devices == -1:
+            devices = SimAccelerator.auto_device_count()
+        ids = list(range(devices)) if isinstance(devices, int) else list(devices)
         if not ids or len(set(ids)) < len(ids) or not {*ids} <= {*range(count)}:
             raise ValueError(
                 f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
@@ -91,16 +90,6 @@ class SimAccelerator(Accelerator):
     def name() -> str:
         """Returns ``"sim"``."""
         return "sim"
-
-
-def _device_ids(devices: int | str | list[int]) -> list[int]:
-    if isinstance(devices, str) and "," in devices:
-        return [int(part) for part in devices.split(",") if part.strip()]
-    if isinstance(devices, str):
-        devices = -1 if devices == "auto" else int(devices)
-    if devices == -1:
-        devices = SimAccelerator.auto_device_count()
-    return list(range(devices)) if isinstance(devices, int) else list(devices)
 
 
 def register(

@@ -30,7 +30,6 @@ class Command(NamedTuple):
         engines: what it occupies meanwhile. None are needed for what takes no time.
         needs: commands that have to end before it begins, and have to be issued before it is.
         after: commands that have to be issued before it is.
-        is_launch: whether issuing it takes the thread's time.
     """
 
     thread: int
@@ -39,7 +38,6 @@ class Command(NamedTuple):
     engines: tuple[Hashable, ...] = ()
     needs: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    is_launch: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,10 @@ class Schedule:
     elapsed: int  # until all streams and threads are through
 
 
-def replay(commands: Sequence[Command], launch_nanoseconds: int = 0) -> Schedule:
+def replay(commands: Sequence[Command]) -> Schedule:
     """Computes the schedule of commands, each thread's in its order.
 
-    Args:
-        commands: they name each other by their positions.
-        launch_nanoseconds: what a thread takes to issue a launch.
+    Commands name each other by their positions.
 
     Example:
         >>> copy = Command(thread=0, stream=1, nanoseconds=5, engines=("in",))
@@ -64,7 +60,7 @@ def replay(commands: Sequence[Command], launch_nanoseconds: int = 0) -> Schedule
         >>> replay([copy, op]).ends
         (5, 12)
     """
-    return _Replay(commands, launch_nanoseconds).run()
+    return _Replay(commands).run()
 
 
 class _Replay:
@@ -74,10 +70,9 @@ class _Replay:
     begins. How long it runs is known then, so that all it lets go on can be planned at once.
     """
 
-    def __init__(self, commands: Sequence[Command], launch_nanoseconds: int) -> None:
+    def __init__(self, commands: Sequence[Command]) -> None:
         count = len(commands)
         self._commands = commands
-        self._launch = launch_nanoseconds
         self._programs: dict[int, deque[int]] = defaultdict(deque)
         self._numbers = [0] * count  # of each command in its thread
         for i, command in enumerate(commands):
@@ -136,7 +131,6 @@ class _Replay:
             self._issued[i] = self._cursors[thread] = time
             self._end(i, time)
         else:
-            time += self._launch if command.is_launch else 0
             self._issued[i] = self._cursors[thread] = time
             self._queues[command.stream].append(i)
             if self._queues[command.stream][0] == i:

@@ -31,7 +31,6 @@ Rates as measured, some 80 % of what the links are made for: PCI Express 4.0 x16
 and of RTX A6000 (nvbandwidth/issues/50); eight H100 SXM (NVIDIA/nccl/issues/1264).
 """
 
-_launch_nanoseconds = 0
 _latest: tuple[int, int, Schedule] | None = None  # with the recording's version
 
 
@@ -100,7 +99,7 @@ def set_links(preset: str | None) -> None:
                 extension.loaded.set_link(source, target, *link)
 
 
-def set_clock(clock: Literal["wall", "virtual"], *, seconds_per_launch: float = 0.0) -> None:
+def set_clock(clock: Literal["wall", "virtual"]) -> None:
     """Chooses between time as it passes and time that is computed.
 
     On ``"virtual"`` time, which begins at zero with this call, what the program does is recorded,
@@ -112,9 +111,9 @@ def set_clock(clock: Literal["wall", "virtual"], *, seconds_per_launch: float = 
       one for copies in: copies overlap ops and those of the other direction.
     - What waits for an event, a stream or a device begins when that is through. Events tell the
       time between them on this clock, if both were recorded since this call; else the wall's.
-    - The host issues ops and copies in no time, or in ``seconds_per_launch`` each, and goes on when
-      what it waits for is through: ``synchronize``, ``item``, copies that block. What it computes
-      itself takes no time. ``query`` hears at once, and always, that it is through.
+    - The host issues ops and copies in no time, and goes on when what it waits for is through:
+      ``synchronize``, ``item``, copies that block. What it computes itself takes no time. ``query``
+      hears at once, and always, that it is through.
     - A host thread goes on after another one where it uses memory or an event of that, and where
       one works for the other, in a backward or as a replica (`hand_over`). An order by a lock or a
       queue alone is not seen.
@@ -123,13 +122,11 @@ def set_clock(clock: Literal["wall", "virtual"], *, seconds_per_launch: float = 
     gradients of several devices meet in one graph, autograd's threads go by who comes first;
     ``torch.autograd.set_multithreading_enabled(False)`` leaves it one.
     """
-    global _launch_nanoseconds
     if clock not in ("wall", "virtual"):
         raise ValueError(f"set_clock: expected 'wall' or 'virtual', got {clock!r}.")
     if clock == "wall":
         extension.loaded.stop_recording()
         return
-    _launch_nanoseconds = round(seconds_per_launch * 1e9)
     extension.loaded.start_recording()
 
 
@@ -166,7 +163,7 @@ def _schedule() -> tuple[int, Schedule]:
         names = sorted(range(len(threads)), key=lambda i: _in_order(threads[i]))
         ranks = {thread: rank for rank, thread in enumerate(names)}
         commands = [_command(Record(*record), first, ranks) for record in found]
-        _latest = version, first, replay(commands, _launch_nanoseconds)
+        _latest = version, first, replay(commands)
     return _latest[1:]
 
 
@@ -184,7 +181,6 @@ def _command(record: Record, first: int, ranks: Mapping[int, int]) -> Command:
         engines=engines,
         needs=tuple(i - first for i in record.needs if i >= first),
         after=tuple(i - first for i in record.after if i >= first),
-        is_launch=record.kind in ("op", "copy"),
     )
 
 

@@ -43,7 +43,6 @@ class Mutant(NamedTuple):
     """One promise broken.
 
     Attributes:
-        name: a stage of the flow and what is broken, `stage/what`, for the command line.
         where: module and qualified name of a function or class, `a.b:C.f`.
         old: a text that stands once in it.
         new: what stands there instead.
@@ -51,7 +50,6 @@ class Mutant(NamedTuple):
         tests: the tests that notice, as pytest takes them.
     """
 
-    name: str
     where: str
     old: str
     new: str
@@ -63,81 +61,71 @@ def _of(module: str) -> str:
     return f"lightning_dp.parallel.{module}"
 
 
-MUTANTS = [
-    Mutant(
-        "split/even-loses-rest",
+MUTANTS = {
+    "split/even-loses-rest": Mutant(
         _of("split.planner:even"),
         "(share + 1,) * rest + (share,) * (k - rest)",
         "(share,) * k",
         "no sample of an uneven batch is dropped",
         ("tests/splitting/test_split.py",),
     ),
-    Mutant(
-        "split/weighted-by-floor",
+    "split/weighted-by-floor": Mutant(
         _of("split.planner:weighted"),
         "for i in by_remainder[: n - sum(sizes)]:",
         "for i in by_remainder[: n - sum(sizes) - 1]:",
         "fixed shares use every sample",
         ("tests/splitting/test_split.py",),
     ),
-    Mutant(
-        "split/minimax-ignores-fixed",
+    "split/minimax-ignores-fixed": Mutant(
         _of("split.optimal:minimax"),
         "lines = list(zip(fixed, per_sample, limits, strict=True))",
         "lines = list(zip([0.0] * len(fixed), per_sample, limits, strict=True))",
         "a device with a fixed cost gets fewer samples",
         ("tests/splitting",),
     ),
-    Mutant(
-        "split/costs-ignored",
+    "split/costs-ignored": Mutant(
         _of("split.optimal:by_cost"),
         "torch.as_tensor(costs, dtype=torch.float64)",
         "torch.ones(len(costs), dtype=torch.float64)",
         "costly samples are shared out evenly",
         ("tests/splitting/test_split_by_cost.py", "tests/splitting/test_split.py"),
     ),
-    Mutant(
-        "split/caps-not-recorded",
+    "split/caps-not-recorded": Mutant(
         _of("split.planner:Planner.record_oom"),
         "self._caps[training][k] = failed - max(1, failed // 8)",
         "pass",
         "a device that ran out of memory gets fewer samples",
         ("tests/splitting/test_split.py", "tests/faults/test_out_of_memory.py"),
     ),
-    Mutant(
-        "scatter/wrong-size-accepted",
+    "scatter/wrong-size-accepted": Mutant(
         _of("scatter.shards:cut"),
         "if min(sizes) < 0 or n not in (None, sum(sizes)):",
         "if False:",
         "sizes that do not fit the batch are refused",
         ("tests/batches",),
     ),
-    Mutant(
-        "scatter/shards-overlap",
+    "scatter/shards-overlap": Mutant(
         _of("scatter.tree:_cut_tensor"),
         "leaf.narrow(dim, stop - size, size)",
         "leaf.narrow(dim, 0, size)",
         "each sample goes to one replica, in order",
         (SAME, CONFORMS),
     ),
-    Mutant(
-        "scatter/columns-of-other-lengths",
+    "scatter/columns-of-other-lengths": Mutant(
         _of("scatter.shards:infer_for"),
         "if len(sizes) == 1:",
         "if sizes:",
         "two lengths in one batch are refused",
         ("tests/batches", "tests/drop_in"),
     ),
-    Mutant(
-        "scatter/split-batch-ignored",
+    "scatter/split-batch-ignored": Mutant(
         _of("scatter.shards:cut_for"),
         'split_batch = getattr(module, "split_batch", None)',
         "split_batch = None",
         "a module cuts its batches itself if it can",
         ("tests/batches/test_scatter.py",),
     ),
-    Mutant(
-        "replicate/resync-left-out",
+    "replicate/resync-left-out": Mutant(
         _of("engine:Engine.resync"),
         "self._stale = set(range(len(self.devices)))",
         "pass",
@@ -148,328 +136,287 @@ MUTANTS = [
             "tests/replicas/test_changes_between_steps.py",
         ),
     ),
-    Mutant(
-        "replicate/versions-not-compared",
+    "replicate/versions-not-compared": Mutant(
         _of("replicate.replicas:Replica.follow"),
         "written = _differences(state.versions, seen.versions)",
         "written = set()",
         "weights that an optimizer writes reach the replicas",
         ("tests/replicas/test_latest_weights.py", "tests/replicas/test_replicas.py", SAME),
     ),
-    Mutant(
-        "replicate/thawed-not-sent",
+    "replicate/thawed-not-sent": Mutant(
         _of("replicate.replicas:Replica.follow"),
         "stale = bound | written | toggled",
         "stale = bound | written",
         "weights that were frozen are sent when they are trained",
         ("tests/replicas/test_latest_weights.py", "tests/same_numbers/test_callbacks.py"),
     ),
-    Mutant(
-        "replicate/structure-not-followed",
+    "replicate/structure-not-followed": Mutant(
         _of("replicate.structure:ModuleStructure.__init__"),
         "bound += map(child_table, self.modules)",
         "bound += ()",
         "a layer that is replaced is replaced on the replicas",
         ("tests/replicas/test_changes_between_steps.py",),
     ),
-    Mutant(
-        "replicate/attributes-not-followed",
+    "replicate/attributes-not-followed": Mutant(
         _of("replicate.replicas:Replicas._have_other_attributes"),
         "self._attributes.differ()",
         "False",
         "attributes that hooks set reach the replicas",
         ("tests/replicas/test_changes_between_steps.py", "tests/state"),
     ),
-    Mutant(
-        "replicate/parameter-attributes-lost",
+    "replicate/parameter-attributes-lost": Mutant(
         _of("replicate.structure:ModuleStructure.__init__"),
         "[*self.modules, *self.parameters]",
         "[*self.modules]",
         "attributes of a parameter are there on replicas",
         ("tests/replicas", "tests/drop_in"),
     ),
-    Mutant(
-        "replicate/frozen-on-replicas-trained",
+    "replicate/frozen-on-replicas-trained": Mutant(
         _of("replicate.replicas:_leaf"),
         "requires_grad=root.requires_grad",
         "requires_grad=True",
         "a frozen parameter has no gradient",
         ("tests/replicas", "tests/same_numbers/test_callbacks.py", CONFORMS),
     ),
-    Mutant(
-        "replicate/buffers-not-sent",
+    "replicate/buffers-not-sent": Mutant(
         _of("reduce.reducer:Reducer.begin_step"),
         'return "read" if self._root_keeps_its_buffers(shards) else "all"',
         'return "changed"',
         "replicas read the root's buffers",
         ("tests/replicas/test_latest_weights.py",),
     ),
-    Mutant(
-        "apply/autocast-dtype-lost",
+    "apply/autocast-dtype-lost": Mutant(
         _of("apply.worker:ThreadState.__init__"),
         "partial(torch.autocast, kind, dtype, cache_enabled=caches)",
         "partial(torch.autocast, kind, cache_enabled=caches)",
         "replicas compute in the autocast dtype of the caller",
         ("tests/drop_in", "tests/apply"),
     ),
-    Mutant(
-        "apply/inference-mode-lost",
+    "apply/inference-mode-lost": Mutant(
         _of("apply.worker:ThreadState.__init__"),
         "partial(torch.inference_mode, torch.is_inference_mode_enabled()),",
         "",
         "inference mode is on in every replica",
         ("tests/drop_in", "tests/apply"),
     ),
-    Mutant(
-        "apply/grad-mode-lost",
+    "apply/grad-mode-lost": Mutant(
         _of("apply.executor:Calls._work"),
         "torch.set_grad_enabled(self._grad)",
         "torch.set_grad_enabled(True)",
         "no graph is made where gradients are off",
         ("tests/apply", "tests/drop_in"),
     ),
-    Mutant(
-        "apply/default-device-is-roots",
+    "apply/default-device-is-roots": Mutant(
         _of("apply.worker:ThreadState._default_device_on"),
         "default = device if self._default == self._root else self._default",
         "default = self._default",
         "torch.zeros(3) in a replica is on its device",
         ("tests/apply",),
     ),
-    Mutant(
-        "apply/context-variables-lost",
+    "apply/context-variables-lost": Mutant(
         _of("apply.executor:Calls._run_until_all_stop"),
         "partial(self._context.copy().run, self._work, task)",
         "partial(self._work, task)",
         "context variables of the caller are seen in replicas",
         ("tests/apply",),
     ),
-    Mutant(
-        "apply/error-swallowed",
+    "apply/error-swallowed": Mutant(
         _of("apply.executor:Calls.close"),
         "tasks, error = self.participants, self._first_error()",
         "tasks, error = self.participants, self.broken",
         "an exception of a replica reaches the caller",
         ("tests/faults/test_faults.py",),
     ),
-    Mutant(
-        "apply/others-not-stopped",
+    "apply/others-not-stopped": Mutant(
         _of("apply.executor:Calls.run"),
         "if task.error is not None or self.broken is not None:",
         "if False:",
         "an exception stops the replicas behind it",
         ("tests/apply/test_executor.py",),
     ),
-    Mutant(
-        "apply/note-without-samples",
+    "apply/note-without-samples": Mutant(
         _of("scatter.shards:Shards.place"),
         'return f", {stage}, {self.samples(k)}"',
         'return f", {stage}"',
         "an error names replica, device, stage and samples",
         ("tests/forward/test_forward_engine.py", "tests/faults/test_faults.py"),
     ),
-    Mutant(
-        "apply/all-gather-in-wrong-order",
+    "apply/all-gather-in-wrong-order": Mutant(
         _of("apply.collectives:all_gather"),
         "gather(values, device,",
         "gather(values[::-1], device,",
         "all_gather gives the batch in order",
         ("tests/apply", "tests/programs/test_examples.py"),
     ),
-    Mutant(
-        "apply/reduce-unweighted",
+    "apply/reduce-unweighted": Mutant(
         _of("apply.collectives:reduced"),
         "return weighted_mean(exact, list(map(float, sizes)))",
         "return weighted_mean(exact, [1.0] * len(exact))",
         "a reduced mean is that of the batch",
         ("tests/apply",),
     ),
-    Mutant(
-        "apply/sync-bn-unweighted",
+    "apply/sync-bn-unweighted": Mutant(
         _of("apply.sync_batch_norm:_merged"),
         "[[n / total] for n, _, _ in moments]",
         "[[1 / len(moments)] for n, _, _ in moments]",
         "synced statistics are those of the batch",
         ("tests/apply/test_sync_batch_norm.py",),
     ),
-    Mutant(
-        "apply/sync-bn-between-lost",
+    "apply/sync-bn-between-lost": Mutant(
         _of("apply.sync_batch_norm:_merged"),
         "(variances + (means - mean).square())",
         "variances",
         "synced variances are those of the batch",
         ("tests/apply/test_sync_batch_norm.py",),
     ),
-    Mutant(
-        "apply/sync-bn-biased",
+    "apply/sync-bn-biased": Mutant(
         _of("apply.sync_batch_norm:_track"),
         "unbiased = var * (n / (n - 1))",
         "unbiased = var",
         "running variances are unbiased, as batch norm's",
         ("tests/apply/test_sync_batch_norm.py",),
     ),
-    Mutant(
-        "apply/sync-bn-no-gradient-of-mean",
+    "apply/sync-bn-no-gradient-of-mean": Mutant(
         _of("apply.sync_batch_norm:forward"),
         "(x.numel() // x.size(1), shard_mean,",
         "(x.numel() // x.size(1), shard_mean.detach(),",
         "gradients pass through the synced mean",
         ("tests/apply/test_sync_batch_norm.py",),
     ),
-    Mutant(
-        "apply/one-sample-for-batch-norm",
+    "apply/one-sample-for-batch-norm": Mutant(
         _of("apply.sync_batch_norm:fewest_samples"),
         "return 1 + refuses_one",
         "return 1",
         "a replica with batch norm gets two samples",
         ("tests/splitting/test_batch_norm.py",),
     ),
-    Mutant(
-        "gather/loss-of-equal-weights",
+    "gather/loss-of-equal-weights": Mutant(
         _of("step:loss_weights"),
         "return [count / total for count in counts]",
         "return [1 / len(counts)] * len(counts)",
         "the loss of an uneven batch is weighted by samples",
         (SAME, "tests/reduce/test_training_step.py"),
     ),
-    Mutant(
-        "gather/items-ignored",
+    "gather/items-ignored": Mutant(
         _of("step:loss_weights"),
         "counts = num_items if num_items is not None and any(num_items) else sizes",
         "counts = sizes",
         "a loss with num_items is weighted by them",
         ("tests/reduce/test_training_step.py", CONFORMS),
     ),
-    Mutant(
-        "gather/sum-as-mean",
+    "gather/sum-as-mean": Mutant(
         _of("step:loss_weights"),
         'if reduction == "sum":',
         "if False:",
         "losses that are sums are added up",
         ("tests/reduce/test_training_step.py", "tests/first_step/test_first_step.py"),
     ),
-    Mutant(
-        "gather/nan-of-nothing-counts",
+    "gather/nan-of-nothing-counts": Mutant(
         _of("step:join_losses"),
         "if weight:",
         "if True:",
         "a replica without items contributes nothing, even if its loss is NaN",
         ("tests/reduce/test_training_step.py",),
     ),
-    Mutant(
-        "gather/loss-without-last",
+    "gather/loss-without-last": Mutant(
         _of("step:join_losses"),
         "joint.add(value, alpha=weight)",
         "joint",
         "every replica's loss is in the joint one",
         (SAME,),
     ),
-    Mutant(
-        "gather/scalars-unweighted",
+    "gather/scalars-unweighted": Mutant(
         _of("scatter.shards:weighted_mean"),
         "total = float(sum(weights))",
         "weights = [1.0] * len(weights)\n    total = float(len(weights))",
         "numbers in outputs are averaged by samples",
         (LOGS, "tests/batches/test_gather.py"),
     ),
-    Mutant(
-        "gather/integers-averaged",
+    "gather/integers-averaged": Mutant(
         _of("gather.gather:_sum"),
         "return stacked.sum(0, dtype=None if stacked.dtype is torch.bool else stacked.dtype)",
         "return stacked.float().mean(0).to(stacked.dtype)",
         "whole numbers in outputs are added up",
         ("tests/batches/test_gather.py",),
     ),
-    Mutant(
-        "gather/rows-reversed",
+    "gather/rows-reversed": Mutant(
         _of("gather.gather:Join._rows"),
         ".join(leaves, dim)",
         ".join(leaves[::-1], dim)",
         "rows of outputs are in the batch's order",
         ("tests/batches/test_gather.py", SAME),
     ),
-    Mutant(
-        "gather/overrides-ignored",
+    "gather/overrides-ignored": Mutant(
         _of("gather.gather:override_at"),
         "if overrides else None",
         "if False else None",
         "gather_overrides say how outputs are joined",
         ("tests/batches/test_gather.py",),
     ),
-    Mutant(
-        "reduce/gradients-averaged",
+    "reduce/gradients-averaged": Mutant(
         _of("reduce.reducer:JointBackward.tasks"),
         "gradient * weight",
         "gradient / len(self.parts)",
         "gradients are those of the batch's loss",
         (SAME,),
     ),
-    Mutant(
-        "reduce/gradients-not-cleared",
+    "reduce/gradients-not-cleared": Mutant(
         _of("reduce.reducer:reduce_gradients"),
         "clear_gradients(replica)",
         "pass",
         "gradients of a step are not added to the next one's",
         (SAME, "tests/reduce"),
     ),
-    Mutant(
-        "reduce/unused-gets-zero",
+    "reduce/unused-gets-zero": Mutant(
         _of("reduce.reducer:reduce_gradients"),
         "sums = list(before)",
         "sums = [torch.zeros_like(p) if s is None else s for p, s in zip(root, before)]",
         "a parameter that no replica used keeps the gradient None",
         ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", "tests/drop_in"),
     ),
-    Mutant(
-        "reduce/only-in-others-lost",
+    "reduce/only-in-others-lost": Mutant(
         _of("reduce.reducer:_add"),
         "sums[i] = gradient",
         "pass",
         "a parameter that another replica alone used has its gradient",
         ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", CONFORMS),
     ),
-    Mutant(
-        "reduce/hooks-on-shards",
+    "reduce/hooks-on-shards": Mutant(
         _of("reduce.reducer:Backward.__init__"),
         "SuspendedHooks(root) if hooked(root) else None",
         "None",
         "hooks of parameters see the sums, once",
         ("tests/reduce", "tests/same_numbers/test_same_numbers.py", "tests/replicas"),
     ),
-    Mutant(
-        "reduce/earlier-gradients-lost",
+    "reduce/earlier-gradients-lost": Mutant(
         _of("reduce.reducer:StashedGradients.add"),
         "parameter.grad = earlier",
         "pass",
         "gradients accumulate over backwards",
         ("tests/reduce", "tests/faults/test_out_of_memory.py"),
     ),
-    Mutant(
-        "reduce/not-put-aside",
+    "reduce/not-put-aside": Mutant(
         _of("reduce.reducer:Backward.__init__"),
         "if can_be_undone or self._hooks or world is not None:",
         "if self._hooks or world is not None:",
         "a backward that is run again adds its gradients once",
         ("tests/faults/test_out_of_memory.py", "tests/reduce"),
     ),
-    Mutant(
-        "reduce/buffers-of-the-last",
+    "reduce/buffers-of-the-last": Mutant(
         _of("reduce.buffers:reduce_buffers"),
         "value = values[0]",
         "value = values[-1]",
         "the first replica's buffers stay",
         ("tests/replicas/test_latest_weights.py", SAME),
     ),
-    Mutant(
-        "reduce/buffers-mean-unweighted",
+    "reduce/buffers-mean-unweighted": Mutant(
         _of("reduce.buffers:reduce_buffers"),
         "weights = [n / sum(sizes) for n in sizes]",
         "weights = [1 / len(sizes) for n in sizes]",
         'buffers="mean" is weighted by samples',
         ("tests/state/test_state.py", SAME),
     ),
-    Mutant(
-        "reduce/second-derivative-silent",
+    "reduce/second-derivative-silent": Mutant(
         _of("reduce.reducer:_JointLoss.backward"),
         "if torch.is_grad_enabled():",
         "if False:",
@@ -480,167 +427,147 @@ MUTANTS = [
             "tests/reduce",
         ),
     ),
-    Mutant(
-        "comm/host-does-not-wait",
+    "comm/host-does-not-wait": Mutant(
         _of("comm.buckets:to_device_coalesced"),
         "synchronize(*[d for i in away if (d := tensors[i].device) not in later])",
         "pass",
         "values on the host are there when they are read",
         ("tests/comm/test_values_on_the_host.py", "tests/comm"),
     ),
-    Mutant(
-        "comm/memory-order-lost",
+    "comm/memory-order-lost": Mutant(
         _of("comm.buckets:Bucket.in_memory"),
         "flat.data.as_strided(like.shape, like.stride(), start)",
         "flat.data[start : start + like.numel()].view(like.shape)",
         "channels_last stays on the way",
         ("tests/comm", "tests/reduce/test_gradients.py"),
     ),
-    Mutant(
-        "comm/arrival-not-awaited",
+    "comm/arrival-not-awaited": Mutant(
         _of("comm.streams:wait_for_copies"),
         'current_stream(device).wait_stream(copy_stream(device, "arriving"))',
         "pass",
         "parameters are read when they have arrived",
         ("tests/comm",),
     ),
-    Mutant(
-        "comm/outputs-not-awaited",
+    "comm/outputs-not-awaited": Mutant(
         _of("engine:Engine.apply"),
         "synchronize(*self.devices)",
         "pass",
         "outputs on the CPU are there when they are read",
         ("tests/comm/test_values_on_the_host.py", "tests/comm"),
     ),
-    Mutant(
-        "step/validation-without-resync",
+    "step/validation-without-resync": Mutant(
         "lightning_dp.strategy:DataParallelMixin.on_validation_end",
         "self._resync()",
         "pass",
         "weights that callbacks swap around validation reach the replicas",
         ("tests/replicas/test_latest_weights.py",),
     ),
-    Mutant(
-        "step/scaled-loss-elsewhere",
+    "step/scaled-loss-elsewhere": Mutant(
         "lightning_dp.mode:Mode.to_be_scaled",
         'return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss',
         "return loss",
         "a gradient scaler reads inf on the devices",
         ("tests/comm/test_values_on_the_host.py", "tests/same_numbers/test_trainer_options.py"),
     ),
-    Mutant(
-        "step/rerun-leaves-traces",
+    "step/rerun-leaves-traces": Mutant(
         _of("engine:Engine.rerun"),
         "replaced(self, is_rerun=True)",
         "replaced(self, is_rerun=False)",
         "a step that runs again logs once",
         ("tests/faults/test_out_of_memory.py",),
     ),
-    Mutant(
-        "step/undo-keeps-gradients",
+    "step/undo-keeps-gradients": Mutant(
         _of("reduce.reducer:Backward.abort"),
         "self._earlier.put_back()",
         "pass",
         "a step that runs again adds its gradients once",
         ("tests/faults/test_out_of_memory.py",),
     ),
-    Mutant(
-        "logs/logs-unweighted",
+    "logs/logs-unweighted": Mutant(
         "lightning_dp.recording:merged_log",
         "value = _reduced(how, numbers, weights)",
         "value = _reduced(how, numbers, [1] * len(numbers))",
         "logged means are weighted by samples",
         (LOGS,),
     ),
-    Mutant(
-        "logs/own-batch-size-ignored",
+    "logs/own-batch-size-ignored": Mutant(
         "lightning_dp.recording:_own_weights",
         'if first.get("batch_size") is None:',
         "if True:",
         "logged means are weighted by their own batch_size",
         (LOGS,),
     ),
-    Mutant(
-        "logs/sum-logged-as-mean",
+    "logs/sum-logged-as-mean": Mutant(
         "lightning_dp.recording:_reduced",
         "if how in _REDUCTIONS:",
         'if how in _REDUCTIONS and how != "sum":',
         'reduce_fx="sum" adds up',
         (LOGS,),
     ),
-    Mutant(
-        "logs/nan-of-nothing-logged",
+    "logs/nan-of-nothing-logged": Mutant(
         "lightning_dp.recording:_reduced",
         "if 0 in weights:",
         "if False:",
         "a logged mean over nothing counts for nothing",
         (LOGS,),
     ),
-    Mutant(
-        "logs/missing-key-silent",
+    "logs/missing-key-silent": Mutant(
         "lightning_dp.recording:StepRecorder._log",
         "if len(row) < len(found.replicas):",
         "if False:",
         "a key that some replicas lack is an error",
         (LOGS, "tests/faults"),
     ),
-    Mutant(
-        "metrics/arguments-reversed",
+    "metrics/arguments-reversed": Mutant(
         "lightning_dp.recording:_JoinArguments._tensors",
         "torch.cat(tensors, dim)",
         "torch.cat(tensors[::-1], dim)",
         "metrics see the batch in order",
         ("tests/metrics",),
     ),
-    Mutant(
-        "metrics/mean-argument-unweighted",
+    "metrics/mean-argument-unweighted": Mutant(
         "lightning_dp.recording:_JoinArguments.leaves",
         "_reduced(self.numbers, numbers, self.sizes)",
         "_reduced(self.numbers, numbers, [1] * len(numbers))",
         "a mean that a metric takes is the batch's",
         ("tests/metrics",),
     ),
-    Mutant(
-        "metrics/metric-reset-lost",
+    "metrics/metric-reset-lost": Mutant(
         "lightning_dp.recording:RecordedMetric.reset",
         'self._append("reset", (), {})',
         "pass",
         "a metric that a step resets is reset",
         ("tests/metrics",),
     ),
-    Mutant(
-        "state/items-of-first-alone",
+    "state/items-of-first-alone": Mutant(
         "lightning_dp.state:Merge._list",
         "root.extend(self._joined(path, tails))",
         "root.extend(tails[0])",
         "items that all replicas append are joined",
         ("tests/state", SAME),
     ),
-    Mutant(
-        "state/different-values-silent",
+    "state/different-values-silent": Mutant(
         "lightning_dp.state:_Module.rebind",
         "if not all(_agree(",
         "if False and not all(_agree(",
         "an attribute that replicas bind to other values is named",
         ("tests/state",),
     ),
-    Mutant(
-        "forward/spread-forever",
+    "forward/spread-forever": Mutant(
         _of("forward:ForwardParallel._stop_spreading"),
         "self._spread.close()",
         "self.kept = self._spread",
         "after a step the module calls its own forward",
         ("tests/forward", "tests/drop_in"),
     ),
-    Mutant(
-        "forward/trained-weights-kept",
+    "forward/trained-weights-kept": Mutant(
         _of("forward:_after_backward"),
         "living.replicas.expect_change()",
         "pass",
         "weights written through .data between calls are seen",
         ("tests/drop_in", "tests/forward"),
     ),
-]
+}
 
 
 def source_of(where: str, root: Path = ROOT) -> tuple[Path, str, str]:
@@ -665,8 +592,8 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
     file, text, source = source_of(mutant.where, root)
     if source.count(mutant.old) != 1 or text.count(source) != 1:
         raise LookupError(
-            f"mutant {mutant.name}: expected {mutant.old!r} once in {mutant.where}, got it "
-            f"{source.count(mutant.old)} times. Aim it at what does this now."
+            f"Expected {mutant.old!r} once in {mutant.where}, got it {source.count(mutant.old)} "
+            "times. Aim the mutant at what does this now."
         )
     return file, text.replace(source, source.replace(mutant.old, mutant.new))
 
@@ -709,31 +636,30 @@ def run(mutant: Mutant) -> tuple[str, str, float]:
     return "killed", failed[1], seconds
 
 
-def select(stage: str | None, only: Collection[str]) -> list[Mutant]:
+def select(stage: str | None, only: Collection[str]) -> dict[str, Mutant]:
     """Those of a stage, of these names; the stage in front of a name may be left out."""
-    parts = [(m, *m.name.split("/")) for m in MUTANTS]
-    unknown = set(only) - {name for m, _, what in parts for name in (m.name, what)}
-    if unknown:
+    known = {given: name for name in MUTANTS for given in (name, name.partition("/")[2])}
+    if unknown := set(only) - set(known):
         raise SystemExit(f"--only: expected names from --list, got {sorted(unknown)}.")
-    own = [(m, of) for m, of, what in parts if not only or {m.name, what} & set(only)]
-    return [m for m, of in own if stage in (None, of)]
+    names = [known[given] for given in only] or list(MUTANTS)
+    return {n: MUTANTS[n] for n in names if stage in (None, n.partition("/")[0])}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--stage", choices=sorted({m.name.partition("/")[0] for m in MUTANTS}))
+    parser.add_argument("--stage", choices=sorted({name.partition("/")[0] for name in MUTANTS}))
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     found = select(options.stage, options.only)
     if options.list:
-        print(*(f"{m.name:38} {m.promise}" for m in found), sep="\n")
+        print(*(f"{name:38} {mutant.promise}" for name, mutant in found.items()), sep="\n")
         return 0
     killed = 0
-    for mutant in found:
+    for name, mutant in found.items():
         result, test, seconds = run(mutant)
         killed += result == "killed"
-        print(f"{mutant.name:38} {result:9} {seconds:5.0f} s  {test}", flush=True)
+        print(f"{name:38} {result:9} {seconds:5.0f} s  {test}", flush=True)
     print(f"{killed} of {len(found)} killed ({killed / max(len(found), 1):.0%})")
     return 0 if killed >= SHARE * len(found) else 1
 

@@ -7,13 +7,14 @@ import pytest
 from support.programs import ROOT
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_changes_one_place_and_its_tests_are_there(mutant: mutants.Mutant) -> None:
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_a_mutant_changes_one_place_and_its_tests_are_there(name: str) -> None:
+    mutant = mutants.MUTANTS[name]
     file, text = mutants.mutated(mutant)
     compile(text, str(file), "exec")
-    assert text != file.read_text() and mutant.promise
-    assert mutant.tests and all((ROOT / name.partition("::")[0]).exists() for name in mutant.tests)
+    assert text != file.read_text()
+    assert mutant.tests and all((ROOT / test.partition("::")[0]).exists() for test in mutant.tests)
 
 
-def test_there_are_many_mutants_of_different_names() -> None:
-    assert len({mutant.name for mutant in mutants.MUTANTS}) == len(mutants.MUTANTS) >= 60
+def test_there_are_many_mutants() -> None:
+    assert len(mutants.MUTANTS) >= 60

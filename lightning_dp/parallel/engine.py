@@ -76,6 +76,7 @@ class ReplicaCall(ABC):
     """
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
+    is_one_graph: ClassVar[bool] = False  # one backward runs through the graphs of all replicas
     copied_parameters: ParameterCopies = "changed"  # to replicas
     path = ""  # of the submodule that is called
 
@@ -277,9 +278,9 @@ class Engine:
         self._stale -= stale
         in_order = replicas.compiled.are_known or replicas.need_one_thread
         in_threads = self.executor.choose(call.name, len(shards.active), in_order=in_order)
-        if call.training:
-            # Where no two backwards run at once, they accumulate into the root's gradients.
-            replicas.share_parameters(call.has_backward and not in_threads)
+        # Where no two backwards run at once, they accumulate into the root's gradients. In one
+        # graph, replicas are connected otherwise if the root gets their buffers at its end.
+        replicas.share_parameters(buffers != "all" if call.is_one_graph else not in_threads)
         return replicas.modules
 
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:

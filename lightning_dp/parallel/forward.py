@@ -176,6 +176,8 @@ class SpreadCall(ReplicaCall):
     These are one dict; the first `num_args` go by position.
     """
 
+    is_one_graph = True
+
     def __init__(
         self, engine: ForwardParallel, path: str, num_args: int, *, training: bool
     ) -> None:

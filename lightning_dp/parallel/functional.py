@@ -64,6 +64,7 @@ def replicate(
         replicas.connect(range(len(places)), after_backward=lambda: None)
         return replicas.modules
     replicas = Replicas(module, [places[0], *places])
+    replicas.share_parameters(False)
     for parameter in chain.from_iterable(replicas.parameters[1:]):
         parameter.requires_grad_(False)
     for original, twin in zip(*replicas.submodules[:2], strict=True):

@@ -52,7 +52,7 @@ ParameterCopies: TypeAlias = Literal["changed", "frozen", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 Table: TypeAlias = dict[str, Tensor | None]
 
-_GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOK_TABLES = frozenset(HOOK_TABLES)
 
 
@@ -228,12 +228,7 @@ class Replicas:
 
         Left out are replicas whose gradients are all in the root's, see `share_parameters`.
         """
-        rows: list[Sequence[Tensor]] = [self.root_parameters]
-        for replica in self._others:
-            # A parameter may be in an earlier step's graph, or a step may have bound a gradient.
-            if not replica.shares or {*map(_GRAD, replica.parameters)} != {None}:
-                rows.append(replica.parameters)
-        return rows
+        return [self.root_parameters, *[r.parameters for r in self._others if r.has_gradients]]
 
     def parameters_of(self, k: int) -> Sequence[Tensor]:
         """The parameters that a backward of replica k fills: the root's where it shares them."""
@@ -244,10 +239,12 @@ class Replicas:
         """Has replicas on the root's device compute with the root's own parameters, or no longer.
 
         Their backwards then accumulate into the root's `.grad`, and there is nothing to sum. Called
-        after every refresh; `share` only where replicas and their backwards run one after another.
+        after every refresh; `share` only where backwards run one after another, or as one.
         """
         changed = False
         for replica in self._others:
+            # Parameters of its own may be in graphs of earlier steps.
+            replica.has_gradients |= not (replica.in_root_memory and share)
             if replica.in_root_memory and replica.shares != share:
                 replica.share(share)
                 changed = True
@@ -319,6 +316,7 @@ class Replica:
         self._source, self.k, self.device = source, k, device
         self.is_behind = True  # trained parameters may have changed without a trace
         self.shares = False  # whether it computes with the root's own parameters
+        self.has_gradients = False  # backwards may fill its own parameters
         roots, is_there = source.parameters, device == source.device
         # What shares the memory of an inference tensor could never be trained.
         self.in_root_memory = is_there and not any([p.is_inference() for p in roots])
@@ -435,13 +433,13 @@ class Replica:
         replica computes with its own tensors, or with those of the latest call that had gradients:
         its backward may still recompute a part of it (reentrant checkpoints).
         """
+        if self.shares and not any(map(_REQUIRES_GRAD, self._root_buffers)):
+            return
         roots = [*self._source.parameters, *self._root_buffers]
-        tensors = [*self.parameters, *self._buffers]
+        tensors = [*(self._source if self.shares else self).parameters, *self._buffers]
         if torch.is_grad_enabled():
-            if any(map(_REQUIRES_GRAD, roots)):
-                at_end = partial(at_end_of_backward, on_backward)
-                tensors = alias_parameters(roots, tensors, at_end)
-            self._compute_with(tensors)
+            at_end = partial(at_end_of_backward, on_backward)
+            self._compute_with(alias_parameters(roots, tensors, at_end))
         elif pointers_of(tensors) != pointers_of(self._in_place):
             self._compute_with(tensors)
 
@@ -505,7 +503,8 @@ def alias_parameters(
     What requires no gradient is its twin. Any backward, `torch.autograd.grad` and second
     derivatives reach the root's tensors, whose hooks see one sum; each calls `on_backward`.
     """
-    trained = [i for i, root in enumerate(roots) if root.requires_grad]
+    pairs = enumerate(zip(roots, twins, strict=True))
+    trained = [i for i, (root, twin) in pairs if root.requires_grad and twin is not root]
     # The node hands None to the tensors that a step did not use. Autograd passes that over where it
     # accumulates; but it calls hooks with it, and it uses up the graph of a computed tensor.
     alone = [i for i in trained if gradient_hooks(roots[i]) or not roots[i].is_leaf]

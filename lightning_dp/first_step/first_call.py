@@ -157,7 +157,7 @@ def small_part(engine: Engine, batch: Any, path: str = "", *, always: bool) -> t
     """
     tensors = chain(engine.module.parameters(), engine.module.buffers())
     size = sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t))
-    if not always and engine.replicas.compiled.are_known:
+    if not always and engine.replicas.compiles:
         raise NotChecked("it has compiled parts, which would compile anew for the small batch.")
     if not always and size > MOST_BYTES:
         raise NotChecked(f"its tensors take {size / 2**30:.0f} GiB, and the check copies them.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -39,7 +39,7 @@ def all_devices() -> list[torch.device]:
 
 
 def cores() -> int:
-    """The processor's, as many as this process may use."""
+    """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -80,7 +80,7 @@ def resolve_output_device(
 
 
 def minus_one_is_cpu(device: Any) -> Any:
-    """What stands for a device that may be given as in `torch.nn.parallel`."""
+    """Translates -1, by which `torch.nn.parallel` means the CPU."""
     return "cpu" if type(device) is int and device == -1 else device
 
 
@@ -111,10 +111,10 @@ def _existing(entry: DeviceLike, key: str) -> torch.device:
 
 
 def replica_names(devices: Sequence[torch.device], process: int | None = None) -> list[str]:
-    """What each replica is called everywhere: in logs, errors, tables and pictures.
+    """The replicas' names in logs, errors, tables and pictures.
 
-    The device's name; where several replicas share it, their numbers on it follow. Of several
-    processes each says which it is.
+    A device's name, with a number if several replicas share the device, and with the rank if there
+    are several processes.
 
     Example:
         >>> replica_names([torch.device("cpu")] * 2)
@@ -130,11 +130,11 @@ def replica_names(devices: Sequence[torch.device], process: int | None = None) -
 
 
 def replica_text(k: int, names: Sequence[str]) -> str:
-    """A replica for people: its number and its name, of the names of all."""
+    """Formats replica k for messages, given the names of all."""
     return f"replica {k} on {names[k]}"
 
 
-# What devices say of themselves; the CPU, and others that do not count, say 0
+# Memory: 0 for the CPU, and for devices that do not report it
 
 
 def _call(device: torch.device, name: str) -> Any:
@@ -143,7 +143,7 @@ def _call(device: torch.device, name: str) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use on a device since `reset_peak_memory`."""
+    """The most bytes in use on a device since `reset_peak_memory`."""
     return int(_call(device, "max_memory_allocated"))
 
 
@@ -157,22 +157,13 @@ def reset_peak_memory(device: torch.device) -> None:
     _call(device, "reset_peak_memory_stats")
 
 
-def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
-    """The context that a worker enters while the calling thread waits for it; None: none needed.
-
-    Only simulated devices have it, to compute their time; real accelerators do not.
-    """
-    make_context = getattr(torch.get_device_module(device), "hand_over", None)
-    return None if make_context is None else make_context()
-
-
 def out_of_memory_count(device: torch.device) -> int:
     """How often a device has run out of memory so far."""
     return int((_call(device, "memory_stats") or {}).get("num_ooms", 0))
 
 
 def memory_capacity(device: torch.device) -> int:
-    """The bytes that this process can have on a device, with what it has; 0 if none counts."""
+    """The bytes that this process has reserved on a device, and those that are free there."""
     free, _ = _call(device, "mem_get_info") or (0, 0)
     return int(free + _call(device, "memory_reserved"))
 
@@ -188,7 +179,7 @@ def memory_capacities(devices: Sequence[torch.device], *, must_count: bool = Tru
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives memory that is kept for later back to a device."""
+    """Returns cached memory to a device."""
     if device.type != "cpu" and hasattr(torch.get_device_module(device), "empty_cache"):
         with current_device(device):
             torch.get_device_module(device).empty_cache()
@@ -203,5 +194,5 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def seed_apart(seed: int, place: int) -> int:
-    """A seed that follows from another one, and from the place of a device; at 0 the same one."""
+    """Derives the seed of the device at a place in the list; at place 0 it is `seed`."""
     return (seed + place * 0x9E3779B97F4A7C15) % 2**63  # an odd factor: all places differ

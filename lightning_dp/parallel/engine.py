@@ -53,6 +53,7 @@ from lightning_dp.parallel.torch_private import (
     backward_id,
     dynamo_utils,
     is_profiling,
+    more_recompilations,
 )
 from lightning_dp.parallel.usage import DeviceUsage, UsageMeter
 
@@ -174,7 +175,7 @@ class Engine:
         self.meter.is_watched = self.planner.learns
         self.calls = Calls()  # of the replicas, in the latest apply
         seconds = Calls.timeout if timeout is None else timeout.total_seconds()
-        self.executor = Executor(devices, executor, self.replicas.lose, names, seconds)
+        self.executor = Executor(devices, executor, self.replicas.drop, names, seconds)
         self._recovery = Recovery(self.planner, self.devices)
         self._counted: Sizes = ()  # the samples that the present step has added to the usage
         self._kept_memory = KeptMemory() if self.on_cpu else None
@@ -218,7 +219,7 @@ class Engine:
         try:
             if self.on_cpu and not joint.crosses:  # see the note in `reduce`
                 tasks = joint.tasks(gradient, keep_graph, self.devices)
-                self.executor.run(joint.name, tasks, continues_previous=True)
+                self.executor.run(joint.name, tasks)
                 self._add_seconds(tasks)
             else:
                 with self.meter.working([k for k, *_ in joint.parts]):
@@ -276,7 +277,7 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        in_order = replicas.compiled.are_known or replicas.need_one_thread
+        in_order = replicas.compiles or replicas.run_in_order
         in_threads = self.executor.choose(call.name, len(shards.active), in_order=in_order)
         # Where no two backwards run at once, they accumulate into the root's gradients. In one
         # graph, replicas are connected otherwise if the root gets their buffers at its end.
@@ -296,12 +297,14 @@ class Engine:
             tasks.append(Task(k, self.devices[k], run, partial(shards.place, call.name, k)))
         if call.training and self.meter.is_watched and not shards.whole:
             self.meter.start(shards.sizes, tasks)
-        compiled, num_compiled = self.replicas.compiled, _num_compiled()
-        compiling = compiled.as_often() if compiled.are_known else nullcontext()
+        num_compiled = _num_compiled()
         try:
             # The context records what replicas do to metrics, logs and lists.
-            with self._context(self.replicas, call.name, shards, self.is_rerun), compiling:
-                outputs = self.executor.run(call.name, tasks, continues_previous=True, calls=calls)
+            with (
+                self._context(self.replicas, call.name, shards, self.is_rerun),
+                self.recompilations(),
+            ):
+                outputs = self.executor.run(call.name, tasks, calls)
                 if self.output_device.type == "cpu" and self.accelerators:
                     # Copies of logged values are on their way already: one wait serves all.
                     outputs = call.to_cpu(outputs, self.devices)
@@ -309,10 +312,10 @@ class Engine:
         except BaseException:
             # Within a backward it may be a checkpoint that stops its recomputation early: no error.
             if backward_id() < 0:
-                self.replicas.lose()
+                self.replicas.drop()
             raise
         if _num_compiled() != num_compiled:  # of functions that were not known
-            compiled.are_known = True
+            self.replicas.compiles = True
         if call.training:
             self.reducer.after_forward(shards)
             self._counted = shards.sizes
@@ -322,6 +325,10 @@ class Engine:
             if self.meter.is_watched and not call.has_backward:
                 self.meter.stop()
         return outputs
+
+    def recompilations(self) -> AbstractContextManager[None]:
+        """Lets each replica of a compiled module compile as often as one device would."""
+        return more_recompilations(len(self.devices)) if self.replicas.compiles else nullcontext()
 
     def _add_seconds(self, tasks: Sequence[Task]) -> None:
         """Adds the seconds that workers spent in these calls."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,8 +88,7 @@ class ForwardParallel(Engine):
             yield
             return
         # Compiled code may also be called with whole batches, beside the replicas' calls.
-        compiled = self.replicas.compiled
-        with compiled.as_often() if compiled.are_known else nullcontext():
+        with self.recompilations():
             self._start_spreading()
             try:
                 yield
@@ -155,7 +154,7 @@ class ForwardParallel(Engine):
         """Closes the engine, and drops the replicas and the graphs that they hold."""
         self._stop_spreading()
         super().close()
-        self.replicas.lose()
+        self.replicas.drop()
 
 
 @not_compiled  # compiled code may call the module, and would have the engine compiled
@@ -212,7 +211,7 @@ def _after_backward(engine: Callable[[], ForwardParallel | None]) -> None:
     living = engine()
     if living is not None:
         living.reducer.take_buffers()
-        living.replicas.expect_change()
+        living.replicas.resend_trained()
 
 
 def _check_names(module: nn.Module, names: Sequence[str]) -> None:

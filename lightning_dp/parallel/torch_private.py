@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from inspect import signature, unwrap
+from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -176,64 +174,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     _torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def renew_engine() -> None:
-    """Makes autograd's engine anew if the process was forked since it was made.
-
-    The first forward in the child does this too; two threads that did it at once would crash.
-    """
-    _torch.autograd.Variable._execution_engine.is_checkpoint_valid()
-
-
 def saved_tensors_functions() -> Functions | None:
     """The functions of the calling thread's innermost `saved_tensors_hooks`."""
     hooks: Functions | None = _torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
-
-
-@cache
-def watch_checkpoints(watch: Callable[[], AbstractContextManager[None]]) -> bool:
-    """Has each `torch.utils.checkpoint` that keeps the random state call its function in `watch()`.
-
-    False, with a warning, where this release of torch makes them in a way that is not known here.
-    """
-    module: Any = torch.utils.checkpoint
-    functions = [unwrap(f) for f in vars(module).values() if isinstance(f, FunctionType)]
-    called = {name for function in functions for name in function.__code__.co_names}
-    name = "_checkpoint_without_reentrant_generator"
-    name = next((n for n in (name, f"{name}_impl") if n in called and hasattr(module, n)), "")
-    if not name:
-        why = f"lightning_dp does not know the activation checkpoints of torch {torch.__version__}"
-        warnings.warn(f"{why}: replicas run in order, not in threads.", stacklevel=3)
-        return False
-    begin, forward = getattr(module, name), module.CheckpointFunction.forward
-    parameters = signature(begin)
-
-    def begin_watched(*args: Any, **kwargs: Any) -> Any:
-        preserve = parameters.bind(*args, **kwargs).arguments.get("preserve_rng_state", True)
-        # Without gradients nothing is recomputed.
-        with watch() if preserve and torch.is_grad_enabled() else nullcontext():
-            yield from begin(*args, **kwargs)
-
-    def forward_watched(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
-        with watch() if preserve else nullcontext():
-            return forward(ctx, function, preserve, *args)
-
-    setattr(module, name, begin_watched)
-    module.CheckpointFunction.forward = staticmethod(forward_watched)
-    return True
-
-
-@cache
-def check_dual_levels(check: Callable[[], None]) -> None:
-    """Calls `check`, which may raise an error, before each `forward_ad.enter_dual_level`."""
-    module: Any = torch.autograd.forward_ad
-    enter = module.enter_dual_level
-
-    def enter_checked() -> Any:
-        check()
-        return enter()
-
-    module.enter_dual_level = enter_checked
 
 
 # --- Modes: the default device, torch function modes, dispatch modes

@@ -98,3 +98,28 @@ def test_devices_of_one_seed_draw_different_numbers_and_the_root_draws_as_if_alo
     torch.manual_seed(0)
     alone = Drawing()(torch.zeros(2, 4, device=devices_of(1)[0]))
     assert torch.equal(first[0], alone.cpu())
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator(devices_of(1)[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=self.generator, device=x.device)
+
+
+@pytest.mark.on("cpu", "multigpu")  # CUDA takes a generator of another index, `sim` does not
+def test_replicas_draw_from_the_modules_generator_one_after_another() -> None:
+    net, x = Noise(), torch.zeros(6, 4)
+    wrapper = DataParallel(net, devices_of(3), executor="threads", check_first_call=False)
+    found = []
+    for _ in range(2):
+        net.generator.manual_seed(5)
+        found.append(torch.cat([wrapper(x), wrapper(x)]).cpu())
+    wrapper.close()
+    net.generator.manual_seed(5)
+    assert torch.equal(found[0], found[1]) and len(found[0].unique()) == 48
+    assert torch.equal(found[0][:2], net(x[:2].to(devices_of(1)[0])).cpu())

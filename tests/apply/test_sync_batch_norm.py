@@ -125,26 +125,6 @@ def test_large_means_do_not_cost_digits() -> None:
 
 
 @on_cpu
-def test_autocast_keeps_the_dtype_of_the_input() -> None:
-    seen: list[torch.dtype] = []
-
-    class Autocast(Normed):
-        def training_step(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return super().training_step(x)
-
-    def make() -> nn.Module:
-        net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-        net[1].register_forward_hook(lambda module, args, y: seen.append(y.dtype))
-        return net
-
-    batch = batch_of(12, 2).float()
-    losses = [train(Autocast(make), batch, sizes, 1)[0] for sizes in (None, (5, 4, 3))]
-    assert set(seen) == {torch.bfloat16}
-    torch.testing.assert_close(losses[1], losses[0], atol=1e-2, rtol=0)
-
-
-@on_cpu
 def test_one_value_per_channel_is_too_few_as_on_one_device() -> None:
     for sizes in (None, (1, 0)):
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):

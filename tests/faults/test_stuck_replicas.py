@@ -106,7 +106,7 @@ def test_a_second_interrupt_is_raised_at_once(
     finger = threading.Thread(target=press_again)
     finger.start()
     with pytest.raises(KeyboardInterrupt):
-        executor.run("work", tasks_of(int, trap.hold), calls=calls)
+        executor.run("work", tasks_of(int, trap.hold), calls)
     executor.close()
     finger.join()
     assert named(caplog)

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel import devices
 from lightning_dp.parallel.devices import (
     all_devices,
-    replica_names,
     resolve_devices,
     resolve_output_device,
 )
@@ -41,14 +38,3 @@ def test_a_machine_without_accelerator_names_the_way_out(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"device_ids\[0\].*no accelerator.*\['cpu'\] \* K"):
         DataParallel(torch.nn.Linear(1, 1), device_ids=[0, 1])
     assert all_devices() == [torch.device("cpu")]
-
-
-@given(st.lists(st.sampled_from(["cpu", "cuda:0", "cuda:1", "cuda:10", "xpu:0"]), max_size=12))
-def test_replicas_of_all_processes_have_names_of_their_own(devices: list[str]) -> None:
-    places = list(map(torch.device, devices))
-    alone = replica_names(places)
-    assert [name == device for name, device in zip(alone, devices, strict=True)] == [
-        devices.count(device) == 1 for device in devices
-    ]
-    everybody = [*alone, *(name for rank in range(3) for name in replica_names(places, rank))]
-    assert len(set(everybody)) == len(everybody)

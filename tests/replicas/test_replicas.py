@@ -12,9 +12,6 @@ from lightning_dp.parallel.replicate import Replicas
 
 pytestmark = pytest.mark.usefixtures("on")
 
-# One replica per device; some on the root's device and some elsewhere; all on the root's device.
-PLACES = [(0, 1, 2), (0, 1, 0), (0, 0, 0)]
-
 
 def on_root(*shape: int) -> Tensor:
     return torch.randn(shape, device=devices_of(1)[0])
@@ -31,19 +28,6 @@ def device_of(module: nn.Module) -> torch.device:
 
 def call(module: nn.Module, x: Tensor) -> Any:
     return module(x.to(device_of(module)))
-
-
-@pytest.mark.parametrize("places", PLACES)
-def test_replicas_own_gradients_but_memory_only_elsewhere(places: tuple[int, ...]) -> None:
-    net = nn.Linear(3, 2)
-    replicas = replicas_of(net, places)
-    assert replicas.modules[0] is net
-    for other in replicas.modules[1:]:
-        on_the_roots = other.weight.device == net.weight.device
-        assert (other.weight.data_ptr() == net.weight.data_ptr()) is on_the_roots
-        call(other, on_root(4, 3)).sum().backward()
-        assert other.weight.is_leaf and isinstance(other.weight, nn.Parameter)
-        assert other.weight.grad is not None and net.weight.grad is None
 
 
 def test_buffers_that_a_step_writes_or_binds_are_the_replicas_own_until_all_are_copied() -> None:
@@ -97,16 +81,6 @@ def test_modules_that_cannot_be_replicated_are_named(kind: str) -> None:
     make, message = REFUSED[kind]
     with pytest.raises(ValueError, match=message):
         replicas_of(nn.Sequential(make()))
-
-
-def test_a_hook_that_a_step_registers_is_for_its_own_calls() -> None:
-    replicas = replicas_of(nn.Sequential(nn.Linear(2, 2)))
-    seen: list[int] = []
-    for k, module in enumerate(replicas.modules):
-        module[0].register_forward_hook(lambda *_, k=k: seen.append(k))
-    for module in replicas.modules:
-        call(module, torch.ones(1, 2))
-    assert seen == [0, 1, 2]
 
 
 class Sharing(nn.Module):

@@ -10,8 +10,8 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 from sim_devices import extension
@@ -127,6 +127,7 @@ def set_clock(clock: Literal["wall", "virtual"]) -> None:
     if clock == "wall":
         extension.loaded.stop_recording()
         return
+    _follow_workers()
     extension.loaded.start_recording()
 
 
@@ -207,6 +208,26 @@ def _work_for(scope: Any) -> Iterator[None]:
         yield
     finally:
         extension.loaded.exchange_scope(before)
+
+
+@cache
+def _follow_workers() -> None:
+    """Has the threads of lightning_dp's replicas enter `hand_over`: their caller waits for them."""
+    from lightning_dp.parallel.apply.worker import ThreadState
+
+    make, entered = ThreadState.__init__, ThreadState.entered
+
+    def made(self: Any, devices: Any) -> None:
+        make(self, devices)
+        self.work_for_caller = hand_over() or nullcontext
+
+    @contextmanager
+    def entered_for_caller(self: Any, device: Any) -> Iterator[None]:
+        with self.work_for_caller(), entered(self, device):
+            yield
+
+    cls: Any = ThreadState
+    cls.__init__, cls.entered = made, entered_for_caller
 
 
 # --- called by the extension ---

@@ -23,28 +23,28 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lightning_dp.parallel.apply import worker
 from lightning_dp.parallel.apply.worker import ThreadState, Worker, have_ended, start_workers
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.comm import DeviceTimer, current_stream, on_streams
-from lightning_dp.parallel.devices import replica_names, replica_text, seed_apart
+from lightning_dp.parallel.devices import CPU, replica_names, replica_text, seed_apart
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.torch_private import (
     MODE_COUNTS,
-    check_dual_levels,
+    backward_id,
     has_own_modes,
-    watch_checkpoints,
 )
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ class Executor:
         self._latest: dict[str, tuple[bool, ExecutorTuner | None]] = {}  # choice for each kind
         self._workers: list[Worker] = []
         if self._allows_threads:
-            self._allows_threads = watch_checkpoints(_watch_checkpoint)
-            check_dual_levels(_check_dual_level)
+            watch_process_state()
 
     def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
@@ -124,23 +123,20 @@ class Executor:
         self,
         kind: str,
         tasks: Sequence[Task],
-        *,
-        continues_previous: bool = False,
         calls: Calls | None = None,
     ) -> list[Any]:
         """Makes the calls, at most one per replica, and waits for all of them.
+
+        They run as the latest `choose` for this kind has decided, a backward as its forward.
 
         An error of a replica ends those that wait for it in a rendezvous; it is raised when all
         have ended, as it is, with a note that names replica, device, stage and samples. An
         interrupt waits some seconds for replicas that run; those that do not end are named, and
         their threads left behind. A second interrupt is raised at once.
-
-        With `continues_previous` they run as the latest calls of this kind did, and count with
-        them, as a backward with its forward.
         """
         calls = calls or Calls()
         calls.names, calls.timeout = self._names, self._timeout
-        if not continues_previous:
+        if kind not in self._latest:
             self.choose(kind, len(tasks))
         if not self._is_on_one_device:
             _seed_devices(self._devices)
@@ -303,6 +299,8 @@ class Task:
     on_main_thread: bool = field(default=False, init=False)  # the call runs on the main thread
     reply: Reply | None = field(default=None, init=False)  # that it gets at its next turn
     inbox: SimpleQueue[Reply] = field(default_factory=SimpleQueue, init=False)
+    # Of shared generators, as a checkpoint has saved them.
+    random_states: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def name(self) -> str:
@@ -316,6 +314,9 @@ class Task:
             if self.spans is not None:
                 self.spans.append(DeviceTimer([self.device]))
             self.result = self.call()
+            for device, state in self.random_states.items():
+                if not torch.equal(state, _random_state(device)):
+                    self.calls.needs_turns = CHECKPOINT
         except BaseException as error:
             self.error = error
         finally:
@@ -566,7 +567,7 @@ _ONE_PER_PROCESS = (
     'process, which replicas would change for each other. Choose executor="inorder", or {2}.'
 )
 CHECKPOINT = _ONE_PER_PROCESS.format(
-    "activation checkpoint (torch.utils.checkpoint) that draws random numbers",
+    "activation checkpoint (torch.utils.checkpoint) in a step that draws random numbers",
     "generator per device",
     "preserve_rng_state=False",
 )
@@ -577,37 +578,46 @@ DUAL_LEVEL = _ONE_PER_PROCESS.format(
 )
 
 
-def _check_dual_level() -> None:
-    """Called where a forward-mode derivative begins; refuses it in workers."""
-    task = current_participant()
-    if task is not None and len(task.calls.participants) > 1:
-        task.calls.needs_turns = DUAL_LEVEL
-        if not task.on_main_thread:
-            raise RuntimeError(DUAL_LEVEL)
+@cache
+def watch_process_state() -> None:
+    """Wraps two functions of torch, for good, so that replicas that call them run in order.
 
-
-@contextmanager
-def _watch_checkpoint() -> Iterator[None]:
-    """Surrounds the function of each checkpoint, outside of backwards too.
-
-    A checkpoint restores random states of the whole process in its backward. If it draws numbers
-    where others draw from the same generator meanwhile, it finds other ones than in its forward.
+    A checkpoint saves the random state in its forward by `torch.get_rng_state`, and draws from it
+    again in its backward. In threads it would then find other numbers, if replicas have drawn from
+    the same generator meanwhile. Where forward-mode derivatives begin, torch calls
+    `enter_dual_level`, whose level is one for all threads.
     """
+    module: Any = torch
+    read, enter = torch.get_rng_state, forward_ad.enter_dual_level
+
+    def get_rng_state() -> Tensor:
+        task = _one_of_several()
+        if task is not None and backward_id() < 0 and not task.random_states:
+            devices = [other.device for other in task.calls.participants]
+            shared = {CPU, *[device for device in devices if devices.count(device) > 1]}
+            task.random_states = {device: _random_state(device) for device in shared}
+        return read()
+
+    def enter_dual_level() -> Any:
+        task = _one_of_several()
+        if task is not None:
+            task.calls.needs_turns = DUAL_LEVEL
+            if not task.on_main_thread:
+                raise RuntimeError(DUAL_LEVEL)
+        return enter()
+
+    module.get_rng_state = get_rng_state
+    module.autograd.forward_ad.enter_dual_level = enter_dual_level
+
+
+def _one_of_several() -> Task | None:
+    """The replica whose call runs here, if there are others in this apply."""
     task = current_participant()
-    if task is None or len(task.calls.participants) < 2:
-        yield
-        return
-    calls, shared = task.calls, [torch.device("cpu")]
-    if [p.device for p in calls.participants].count(task.device) > 1:
-        shared.append(task.device)
-    before = list(map(_random_state, shared))
-    yield
-    if not all(map(torch.equal, before, map(_random_state, shared))):
-        calls.needs_turns = CHECKPOINT
+    return None if task is None or len(task.calls.participants) < 2 else task
 
 
 def _random_state(device: torch.device) -> Tensor:
-    module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
     state: Tensor = module.get_rng_state()
     return state
 

@@ -25,10 +25,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_dp.parallel.comm import on_streams, side_streams
-from lightning_dp.parallel.devices import current_device, hand_over
+from lightning_dp.parallel.devices import current_device
 from lightning_dp.parallel.torch_private import (
     default_device,
-    renew_engine,
     saved_tensors_functions,
 )
 
@@ -90,7 +89,6 @@ def _live(inbox: Any, ready: threading.Event, device: torch.device, num_threads:
 def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     """One worker per replica; those on the CPU share the caller's number of torch threads."""
     num_threads, on_cpu = torch.get_num_threads(), sum(d.type == "cpu" for d in devices)
-    renew_engine()
     if devices[0].type == "cuda":  # else first calls in several threads fail: pytorch#90613
         one = torch.ones((1, 1), device=devices[0])
         torch.linalg.solve_triangular(one, one, upper=True)
@@ -139,7 +137,6 @@ class ThreadState:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._root, self._default = devices[0], default_device()
         kinds = {"cpu", *[device.type for device in devices]}
-        self._hand_over = hand_over(devices[0])
         self._contexts: list[Callable[[], AbstractContextManager[Any]]] = [
             partial(on_streams, side_streams(devices)),
             partial(torch.inference_mode, torch.is_inference_mode_enabled()),
@@ -154,8 +151,6 @@ class ThreadState:
     def entered(self, device: torch.device) -> Iterator[None]:
         """Gives the calling thread, a worker, this state, with `device` as the current device."""
         with ExitStack() as stack:
-            if self._hand_over is not None:
-                stack.enter_context(self._hand_over())
             stack.enter_context(current_device(device))  # before streams of other devices
             for context in self._contexts:
                 stack.enter_context(context())

@@ -12,7 +12,6 @@ comes or goes, all replicas are built anew.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
 from itertools import chain, compress, count
@@ -25,13 +24,12 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.comm import Packed, Packing, gradients_on, to_device_coalesced
-from lightning_dp.parallel.devices import seed_apart
-from lightning_dp.parallel.replicate.copier import ATOMS, Copier, Generators
+from lightning_dp.parallel.replicate.attributes import ATOMS, Copier
 from lightning_dp.parallel.replicate.structure import (
-    Compilations,
     ModuleStructure,
     ReplicaRules,
     compiled_attributes,
+    holds_compiled_code,
     refuse_limited_norms,
 )
 from lightning_dp.parallel.torch_private import (
@@ -65,8 +63,11 @@ class Replicas:
             were replaced.
         root_parameters: the root's parameters, tied ones once.
         packing: how parameters, and gradients of their kinds, are packed when they travel.
-        compiled: the module's compilations.
-        need_one_thread: whether the module holds a `threading.local`.
+        compiles: whether the module is known to run compiled code. Compiling in several threads at
+            once is unsafe.
+        run_in_order: whether the module holds what replicas cannot use in several threads at once:
+            a `threading.local`, which is empty in other threads, or a `torch.Generator`, from which
+            they would draw in no fixed order.
 
     Args:
         root: the module.
@@ -89,12 +90,12 @@ class Replicas:
             weakref.finalize(self, hook.remove)
 
     def _build(self) -> None:
-        self._are_lost = False
+        self._are_dropped = False
         structure = ModuleStructure(self._root, self._rules, self._devices[0])
         self._structure, self._tables = structure, Contents(structure.tables)
         self._with_buffers = [m for m in structure.modules if buffer_table(m)]
         self.root_parameters = structure.parameters
-        self.compiled = Compilations(self._root, len(self._devices))
+        self.compiles = holds_compiled_code(self._root)
         self.packing = Packing(structure.parameters)
         if len(self._devices) > 1:
             refuse_limited_norms(structure.modules)
@@ -110,17 +111,17 @@ class Replicas:
         self.modules = [self._root, *(replica.module for replica in self._others)]
         self.submodules = [structure.modules, *(r.submodules for r in self._others)]
 
-    def lose(self) -> None:
-        """Lets go of the replicas after an error; the next refresh makes new ones.
+    def drop(self) -> None:
+        """Drops the replicas after an error; the next refresh makes new ones.
 
-        A thread may still use them, and they hold graphs: Python's garbage collector does not see
-        through a graph that reaches a tensor of ours.
+        A thread that was left behind may still use them. They also hold autograd graphs, and
+        Python's garbage collector finds no cycle that passes through a graph.
         """
-        self._are_lost, self._others = True, []
+        self._are_dropped, self._others = True, []
         self.modules, self.submodules = self.modules[:1], self.submodules[:1]
 
-    def expect_change(self) -> None:
-        """Has the next refresh copy trained parameters, which may change without a trace."""
+    def resend_trained(self) -> None:
+        """Has the next refresh copy trained parameters: a fused optimizer raises no version."""
         for replica in self._others:
             replica.is_behind = True
 
@@ -141,14 +142,14 @@ class Replicas:
                 requires_grad=False, since writes through `.data` cannot be detected; "all" all.
             buffers: "changed", "all", or "read": all, but none if the forward only writes to them.
         """
-        are_lost, self._are_lost = self._are_lost, True  # until this has ended
+        are_dropped, self._are_dropped = self._are_dropped, True  # until this has ended
         everything = parameters == "all"
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             others = [replica for replica in self._others if not active or replica.k in active]
             # Of other shapes or dtypes, parameters do not fit into the memory of copies elsewhere.
             fit = not self._have_copies or self.packing.fits(self.root_parameters)
-            if are_lost or not fit or self._tables.differ():
+            if are_dropped or not fit or self._tables.differ():
                 self._build()
             elif others:
                 self._copy_parameters(others, everything, frozen=parameters == "frozen")
@@ -159,18 +160,15 @@ class Replicas:
                 has_new = bool(others) and self._copy_buffers(others)
                 if (has_new and self._hold_tensors) or self._have_other_attributes():
                     self._copy_attributes()
-            for replica in self._others:
-                if replica.generators:
-                    replica.seed_generators(alone=bool(active and 0 not in active))
-        self._are_lost = False
+        self._are_dropped = False
 
     def _copy_parameters(
         self, others: Sequence[Replica], everything: bool, frozen: bool = False
     ) -> None:
-        """Sends what has changed, what is frozen, or everything.
+        """Copies the parameters that have changed, those that are frozen, or all.
 
-        Where one parameter of a bucket has changed, all of the bucket is sent. That leaves no trace
-        in versions, so that graphs of earlier calls stay usable.
+        A bucket is sent whole if one of its parameters has changed. Copies go through `.data`:
+        no version counter rises, and backwards of earlier calls stay possible.
         """
         roots = self.root_parameters
         # Replicas in the root's memory see what is written there.
@@ -189,7 +187,7 @@ class Replicas:
                 replica.parameters[i].data.copy_(roots[i].data)
 
     def _reads_buffers(self) -> bool:
-        """Whether a forward may read a buffer. Batch norm in training only writes to its own."""
+        """Whether a forward reads a buffer. Batch norm in training only writes to its own."""
         return any([type(m) not in BATCH_NORMS or not m.training for m in self._with_buffers])
 
     def _copy_buffers(self, others: Sequence[Replica]) -> bool:
@@ -213,8 +211,8 @@ class Replicas:
         copiers = [r.copy_attributes(with_graphs=with_graphs) for r in self._others]
         self._hold_tensors = any([copier.holds_tensors for copier in copiers])
         self._have_graphs = any([copier.has_graphs for copier in copiers])
-        self.compiled.are_known |= any([copier.compiles for copier in copiers])
-        self.need_one_thread = any([copier.has_local for copier in copiers])
+        self.compiles |= any([copier.compiles for copier in copiers])
+        self.run_in_order = any([copier.runs_in_order for copier in copiers])
         self._attributes = Contents([vars(owner).values() for owner in self._structure.owners])
         self._containers = Contents([c for copier in copiers for c in copier.containers])
         self._moved = [tensor for copier in copiers for tensor in copier.moved]
@@ -295,14 +293,14 @@ def _after_step(replicas: Callable[[], Replicas | None], *_: Any) -> None:
     """Runs after a step of any optimizer."""
     living = replicas()
     if living is not None:
-        living.expect_change()
+        living.resend_trained()
 
 
 class Replica:
-    """Replica k, on a device other than the first entry of the devices.
+    """Replica k > 0: copies of the root's modules, with parameters and buffers of their own.
 
-    Its own tensors are `parameters` and buffers. For a while it may compute with other tensors in
-    their place: the root's own parameters, or functions of these.
+    `_compute_with` puts other tensors into the modules' tables: the root's own parameters
+    (`share`), or functions of the root's parameters (`connect`).
     """
 
     def __init__(
@@ -328,7 +326,6 @@ class Replica:
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
         self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
-        self.generators: Generators = {}
         self._make_modules(rules)
 
     def _make_modules(self, rules: ReplicaRules) -> None:
@@ -362,8 +359,11 @@ class Replica:
     # Parameters and buffers
 
     def follow(self, state: ParameterState, everything: bool, frozen: bool) -> set[int]:
-        """Follows the root, of which this is the state; returns positions that are to be sent."""
-        # Where a checkpoint calls again, other threads are at work with the parameters.
+        """Compares the root's state with the last one seen; returns positions to be sent.
+
+        Where replicas compute in the root's memory, nothing is sent.
+        """
+        # Inside a backward (a checkpoint recomputes) other threads read the parameters.
         trained = everything or (self.is_behind and backward_id() < 0)
         frozen, seen, self._seen = frozen or everything, self._seen, state
         if self.in_root_memory:
@@ -380,10 +380,11 @@ class Replica:
                 parameters[i].data = roots[i].data
             return set()
         written = _differences(state.versions, seen.versions)
-        # A backward through the values of before then raises autograd's error, as on one device.
+        # As on one device, a backward through the old values raises autograd's error: the version
+        # counter of a saved tensor has changed.
         increment_version([parameters[i] for i in bound | written])
         for i in _differences(pointers_of(parameters), pointers_of(self._memory)):
-            parameters[i].data = self._memory[i]  # a step has bound others on its replica
+            parameters[i].data = self._memory[i]  # a step has bound `.data` of its replica anew
         stale = bound | written | toggled
         if trained:
             self.is_behind = False
@@ -391,11 +392,11 @@ class Replica:
         return stale.union(i for i, trains in enumerate(state.requires_grad) if chosen[trains])
 
     def has_other_buffers(self) -> bool:
-        """Whether the root's are not those that it has copies of, or a step changed its own."""
+        """Whether buffers of the root, or its own, were bound or written to since their copy."""
         return self._all_buffers()[1] != self._seen_buffers[1]
 
     def _all_buffers(self) -> tuple[list[Tensor | None], list[float]]:
-        """The root's and its own: which ones, where in memory, how often written to."""
+        """The root's buffers and its own; and their ids, pointers and versions, to be compared."""
         found = entries(self._source.buffer_tables + self.buffer_tables)
         present = [buffer for buffer in found if buffer is not None]
         return found, [*map(id, found), *pointers_of(present), *versions_of(present)]
@@ -407,7 +408,7 @@ class Replica:
         self._seen_buffers = self._all_buffers()  # kept alive: no other tensor can get their ids
 
     def _stand_ins(self) -> dict[int, Any]:
-        """What stands for the root's parameters and buffers, by their ids."""
+        """The tensors it computes with, by the ids of the root's parameters and buffers."""
         roots = [*self._source.parameters, *self._root_buffers]
         return dict(zip(map(id, roots), self._in_place, strict=True))
 
@@ -451,7 +452,7 @@ class Replica:
         Tensors come first, which containers may hold; hooks last, which may know containers.
         """
         parts = {**self._stand_ins(), **self._twins}
-        copier = Copier(parts, self._source.device or self.device, self.device, self.generators)
+        copier = Copier(parts, self._source.device or self.device, self.device)
         tensors, others, hooks = [], [], []
         owners = zip(self._source.owners, [*self.submodules, *self._in_place], strict=False)
         for j, (original, twin) in enumerate(owners):
@@ -477,19 +478,7 @@ class Replica:
                 target[name] = copier.tensor(value)
             for target, name, value in others + hooks:
                 target[name] = copier.copy(value)
-        self.generators = copier.generators
         return copier
-
-    def seed_generators(self, *, alone: bool) -> None:
-        """Seeds its generators from the state of the root's: whoever sets that one sets all.
-
-        `alone`, the root draws nothing in this step, but has to move on.
-        """
-        for root, generator in self.generators.items():
-            state = zlib.crc32(bytes(root.get_state().tolist()))
-            generator.manual_seed(seed_apart(state, self.k))
-            if alone:
-                torch.rand(1, generator=root, device=root.device)
 
 
 # In the root's graph
@@ -505,8 +494,9 @@ def alias_parameters(
     """
     pairs = enumerate(zip(roots, twins, strict=True))
     trained = [i for i, (root, twin) in pairs if root.requires_grad and twin is not root]
-    # The node hands None to the tensors that a step did not use. Autograd passes that over where it
-    # accumulates; but it calls hooks with it, and it uses up the graph of a computed tensor.
+    # A node for all of them gives None to tensors that a step did not use. A leaf's `.grad` stays
+    # None then. But autograd would call a tensor's hook with None, and would run, and so free, the
+    # graph of a tensor that is no leaf: these get a node each.
     alone = [i for i in trained if gradient_hooks(roots[i]) or not roots[i].is_leaf]
     together = [i for i in trained if i not in alone]
     tensors: list[Tensor] = list(twins)
@@ -539,7 +529,7 @@ class _Aliases(torch.autograd.Function):
 _aliases: Callable[..., tuple[Tensor, ...]] = _Aliases.apply
 
 
-# What shows that something has changed
+# Detecting changes
 
 
 class Contents:
@@ -559,7 +549,7 @@ class Contents:
 
 
 class ParameterState(NamedTuple):
-    """What shows whether parameters are what they were."""
+    """Parameters have changed where one of these lists differs."""
 
     pointers: list[int]
     versions: list[float]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -17,7 +16,6 @@ from lightning_dp.parallel.torch_private import (
     compiled_function,
     compiled_inner,
     hook_tables,
-    more_recompilations,
     parameter_table,
 )
 
@@ -26,13 +24,13 @@ class ReplicaRules:
     """How special submodules are replicated; by default none is special."""
 
     def has_own_buffer_rules(self, module: nn.Module) -> bool:
-        """Whether a module's buffers are joined elsewhere, as those of torchmetrics' metrics."""
+        """Whether a module's buffers are not reduced here, such as a torchmetrics metric's."""
         return False
 
     def own_attributes(
         self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
     ) -> dict[str, Any]:
-        """What replaces attributes of a module on replica k, where `twin` stands for it."""
+        """Attributes that replica k has for itself; `twin` is its copy of the module."""
         return {}
 
 
@@ -47,7 +45,8 @@ class ModuleStructure:
         parameters: the parameters.
         buffer_tables: the modules' buffers by name.
         owners: what has attributes: modules and parameters.
-        tables: they get other items where a parameter, submodule, buffer or hook comes or goes.
+        tables: containers whose items change where a parameter, submodule, buffer or hook is added,
+            replaced or removed.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class ModuleStructure:
             self._walk(hidden, rules, seen)
 
     def is_replicated(self, tensor: Tensor | None) -> bool:
-        """Whether replicas have one of their own; what is not on the root's device they share."""
+        """Whether it lies on the root's device; replicas share tensors that lie elsewhere."""
         return tensor is not None and self.device in (None, tensor.device)
 
     def buffers(self) -> list[Tensor]:
@@ -140,28 +139,20 @@ def refuse_limited_norms(modules: Sequence[nn.Module]) -> None:
             )
 
 
-class Compilations:
-    """Knows whether the module compiles anything (`are_known`), and raises dynamo's limits.
+def holds_compiled_code(root: nn.Module) -> bool:
+    """Whether submodules, their methods, or global names in these are results of `torch.compile`.
 
-    Compiling in several threads at once is unsafe, so replicas with compiled parts run in order.
-    The copier finds those on the module, this those in its classes and in what their methods know
-    by name; others are noticed when they are compiled, and replicas run in order from then on.
+    The copier of attributes finds compiled functions on `self`. Any others are noticed by dynamo's
+    counter when they are compiled, and replicas run in order from then on.
     """
-
-    def __init__(self, root: nn.Module, replicas: int) -> None:
-        self._replicas = replicas
-        modules = list(root.modules())
-        classes = {cls for module in modules for cls in type(module).__mro__}
-        members = [member for cls in classes for member in vars(cls).values()]
-        functions = [member for member in members if isinstance(member, FunctionType)]
-        known = [f.__globals__.get(name) for f in functions for name in f.__code__.co_names]
-        self.are_known = any(compiled_inner(module) is not None for module in modules) or any(
-            compiled_function(value) is not None for value in functions + known
-        )
-
-    def as_often(self) -> AbstractContextManager[None]:
-        """In this context each replica may compile as often as one device would."""
-        return more_recompilations(self._replicas)
+    modules = list(root.modules())
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    members = [member for cls in classes for member in vars(cls).values()]
+    functions = [member for member in members if isinstance(member, FunctionType)]
+    used = [f.__globals__.get(name) for f in functions for name in f.__code__.co_names]
+    return any(compiled_inner(module) is not None for module in modules) or any(
+        compiled_function(value) is not None for value in functions + used
+    )
 
 
 def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:

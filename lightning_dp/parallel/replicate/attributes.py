@@ -24,15 +24,13 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.torch_private import compiled_function, with_cells
-
-Generators: TypeAlias = dict[torch.Generator, torch.Generator]
 
 ATOMS = frozenset(
     {bool, bytes, complex, float, int, str, type, type(None), ModuleType}
@@ -54,16 +52,14 @@ class Copier:
         parts: the replica's modules, parameters and buffers, by the ids of the root's.
         source: the root's device.
         device: the replica's.
-        known: the replica's generators of random numbers so far, by the root's.
 
     Attributes:
-        generators: those that the attributes still hold, and new ones.
         containers: the containers that were copied, and their copies.
         moved: the tensors that were copied to the replica's device.
         has_graphs: whether a tensor requires gradients.
         holds_tensors: whether a copy refers to parameters or buffers.
         compiles: whether a compiled function was found.
-        has_local: whether a `threading.local` was found, which is empty in other threads.
+        runs_in_order: whether a `threading.local` or a `torch.Generator` was found.
     """
 
     def __init__(
@@ -71,15 +67,13 @@ class Copier:
         parts: Mapping[int, Any],
         source: torch.device,
         device: torch.device,
-        known: Generators,
     ) -> None:
         self._memo = dict(parts)
-        self._source, self._device, self._known = source, device, known
-        self.generators: Generators = {}
+        self._source, self._device = source, device
         self._outside: set[int] = set()  # ids of what reaches no part of the module
         self.containers: list[Collection[Any]] = []
         self.moved: list[Tensor] = []
-        self.has_graphs = self.holds_tensors = self.compiles = self.has_local = False
+        self.has_graphs = self.holds_tensors = self.compiles = self.runs_in_order = False
 
     def tensor(self, value: Tensor) -> Any:
         """What the replica has in the place of a tensor that is an attribute.
@@ -113,10 +107,6 @@ class Copier:
             return self._memo[id(value)]
         if isinstance(value, Tensor | nn.Module | type):
             return value  # tensors that steps have collected stay where they are
-        if kind is torch.Generator:
-            device = self._device if value.device == self._source else value.device
-            twin = self._known.get(value) or torch.Generator(device)
-            return self.generators.setdefault(value, twin)
         if isinstance(value, dict) or kind in (list, deque):
             return self._container(value)
         if isinstance(value, tuple):
@@ -198,7 +188,7 @@ class Copier:
             if id(item) in self._memo:
                 return True
             seen.add(id(item))
-            self.has_local |= isinstance(item, threading.local)
+            self.runs_in_order |= isinstance(item, threading.local | torch.Generator)
             waiting.extend(_within(item))
         self._outside |= seen
         return False

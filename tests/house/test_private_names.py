@@ -27,7 +27,6 @@ from torchmetrics import MeanMetric
 
 from lightning_dp import lightning_private
 from lightning_dp.parallel import torch_private as private
-from lightning_dp.parallel.apply import executor
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
 
@@ -199,17 +198,6 @@ def test_a_view_is_not_alone_in_its_memory() -> None:
     assert not private.is_alone_in_memory(tensor) and not private.is_alone_in_memory(view)
     del view
     assert private.is_alone_in_memory(tensor)
-
-
-def test_where_checkpoints_are_made_in_another_way_replicas_run_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in [name for name in vars(torch.utils.checkpoint) if "without_reentrant" in name]:
-        monkeypatch.delattr(torch.utils.checkpoint, name)
-    monkeypatch.setattr(executor, "watch_checkpoints", private.watch_checkpoints.__wrapped__)
-    with pytest.warns(UserWarning, match="replicas run in order"):
-        engine = executor.Executor([torch.device("cpu")] * 2, "threads")
-    assert not engine.choose("step", 2)
 
 
 class _AsksInBackward(torch.autograd.Function):

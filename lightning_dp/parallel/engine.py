@@ -297,13 +297,11 @@ class Engine:
             tasks.append(Task(k, self.devices[k], run, partial(shards.place, call.name, k)))
         if call.training and self.meter.is_watched and not shards.whole:
             self.meter.start(shards.sizes, tasks)
-        num_compiled = _num_compiled()
+        compiles, num_compiled = self.replicas.compiles, _num_compiled()
+        compiling = more_recompilations(len(self.devices)) if compiles else nullcontext()
         try:
             # The context records what replicas do to metrics, logs and lists.
-            with (
-                self._context(self.replicas, call.name, shards, self.is_rerun),
-                self.recompilations(),
-            ):
+            with self._context(self.replicas, call.name, shards, self.is_rerun), compiling:
                 outputs = self.executor.run(call.name, tasks, calls)
                 if self.output_device.type == "cpu" and self.accelerators:
                     # Copies of logged values are on their way already: one wait serves all.
@@ -325,10 +323,6 @@ class Engine:
             if self.meter.is_watched and not call.has_backward:
                 self.meter.stop()
         return outputs
-
-    def recompilations(self) -> AbstractContextManager[None]:
-        """Lets each replica of a compiled module compile as often as one device would."""
-        return more_recompilations(len(self.devices)) if self.replicas.compiles else nullcontext()
 
     def _add_seconds(self, tasks: Sequence[Task]) -> None:
         """Adds the seconds that workers spent in these calls."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_dp.parallel.torch_private import (
     COMPILED_CALL,
     backward_id,
     compiled_forward,
+    more_recompilations,
     not_compiled,
 )
 
@@ -88,7 +89,8 @@ class ForwardParallel(Engine):
             yield
             return
         # Compiled code may also be called with whole batches, beside the replicas' calls.
-        with self.recompilations():
+        compiles = self.replicas.compiles
+        with more_recompilations(len(self.devices)) if compiles else nullcontext():
             self._start_spreading()
             try:
                 yield

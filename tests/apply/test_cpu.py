@@ -10,26 +10,14 @@ import sys
 import pytest
 
 SCRIPT = """
-import ctypes, gc, resource
+import gc, resource
 import torch
 from lightning_dp import DataParallel
 
-MIB = 2**20
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-
-def faults_of_a_step(blocks=4, size=5 * MIB):
-    "Pages of 4 KiB that the system maps while blocks are taken, written and freed."
-    kept = [0] * blocks
-    def step():
-        for i in range(blocks):
-            kept[i] = libc.malloc(size)
-            libc.memset(kept[i], 1, size)
-        for address in kept:
-            libc.free(address)
-    for _ in range(2):
-        step()
+def faults_of_a_step(blocks=4, mib=5):
+    "Pages of 4 KiB that the system maps while tensors are made and freed."
+    step = lambda: [torch.ones(mib * 2**18) for _ in range(blocks)]
+    step(), step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -47,8 +35,8 @@ nets.pop().close()
 assert faults_of_a_step() < FEW
 nets.pop()  # not closed
 gc.collect()
-assert faults_of_a_step(size=20 * MIB) > 8_000
-assert faults_of_a_step(2, 20 * MIB) < FEW, "as after a block that a program has freed itself"
+assert faults_of_a_step(mib=20) > 8_000
+assert faults_of_a_step(2, mib=20) < FEW, "as after a block that a program has freed itself"
 """
 
 

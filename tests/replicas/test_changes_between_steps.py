@@ -32,7 +32,6 @@ class Block(nn.Module):
         bonus = (
             getattr(self, "bonus", 0.0)
             + self.rows.mean().to(x.dtype) * (len(self.rows) + self.rows.element_size()) / 64
-            + (self.rows.stride(0) < self.rows.stride(1)) / 32
             + getattr(self, "offset", 0.0)
             + sum(self.numbers)
             + sum(map(sum, self.table.values()))
@@ -103,9 +102,6 @@ CHANGES: dict[str, Callable[[Changing], Any]] = {
         0.1
     ),
     "buffer of another dtype": bind("block.rows.data", lambda net: net.block.rows.data.half()),
-    "buffer of other strides": bind(
-        "block.rows.data", lambda net: net.block.rows.data.t().contiguous().t()
-    ),
     "bind attribute": bind("block.factor", lambda net: 0.9 * net.block.factor),
     "add or remove attribute": lambda net: toggle(net.block, "bonus", 0.3),
     "add or remove hook": add_or_remove_hook,

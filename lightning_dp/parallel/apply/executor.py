@@ -567,7 +567,7 @@ _ONE_PER_PROCESS = (
     'process, which replicas would change for each other. Choose executor="inorder", or {2}.'
 )
 CHECKPOINT = _ONE_PER_PROCESS.format(
-    "activation checkpoint (torch.utils.checkpoint) in a step that draws random numbers",
+    "activation checkpoint (torch.utils.checkpoint) or fork_rng where a step draws random numbers",
     "generator per device",
     "preserve_rng_state=False",
 )
@@ -580,12 +580,12 @@ DUAL_LEVEL = _ONE_PER_PROCESS.format(
 
 @cache
 def watch_process_state() -> None:
-    """Wraps two functions of torch, for good, so that replicas that call them run in order.
+    """Wraps two functions of torch, for good, so that replicas that need them run in order.
 
-    A checkpoint saves the random state in its forward by `torch.get_rng_state`, and draws from it
-    again in its backward. In threads it would then find other numbers, if replicas have drawn from
-    the same generator meanwhile. Where forward-mode derivatives begin, torch calls
-    `enter_dual_level`, whose level is one for all threads.
+    A checkpoint saves the random state by `torch.get_rng_state`, and draws from it again in its
+    backward. If replicas in threads share the generator, its forward has had other numbers, mixed
+    with theirs. `enter_dual_level` begins a forward-mode derivative; there is one level at a time
+    for all threads.
     """
     module: Any = torch
     read, enter = torch.get_rng_state, forward_ad.enter_dual_level

@@ -17,7 +17,8 @@ from lightning_dp import DataParallel
 def faults_of_a_step(blocks=4, mib=5):
     "Pages of 4 KiB that the system maps while tensors are made and freed."
     step = lambda: [torch.ones(mib * 2**18) for _ in range(blocks)]
-    step(), step()
+    for _ in range(2):
+        step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from support.oracle import Classifier, assert_same, devices_of, run, trainer
+from support.oracle import Classifier, assert_same, devices_of, run
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
@@ -30,8 +30,3 @@ def test_no_process_is_started_where_devices_have_been_used_before(
         torch.ones(2, device=device, requires_grad=True).sum().backward()
     options = {"mode": mode, "executor": "threads"}
     assert_same(run(Classifier, 3, strategy=options), run(Classifier, 1), atol=1e-6, rtol=1e-5)
-
-
-def test_several_machines_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_nodes: expected 1, .* got 2\. .*torchrun"):
-        trainer(3, "dp_custom", num_nodes=2)

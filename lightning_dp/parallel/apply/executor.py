@@ -100,9 +100,8 @@ class Executor:
     def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        Always in order are: a single call, modules that torch.compile may compile or that hold a
-        `threading.local`, and calls under function modes, dispatch modes or saved tensor hooks,
-        which rely on the order of operations.
+        Always in order are: a single call, modules that need it (`in_order`), and calls under
+        function modes, dispatch modes or saved tensor hooks, which rely on the order of operations.
 
         Returns:
             Whether in threads.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar
 
 from torch import nn
 
 from lightning_dp.checkpointing.state_keys import match_keys, normalize_state_dict
-from lightning_dp.first_step import FirstCalls, Report, announce
+from lightning_dp.first_step import SET_BY_RUNS, FirstCalls, Report, announce
 from lightning_dp.parallel.apply import EXECUTORS, ExecutorName
 from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import (
@@ -124,7 +123,6 @@ class DataParallel(nn.Module, Generic[Module]):
         own = {"buffers": buffers, "executor": executor, "overrides": gather_overrides}
         self._options: dict[str, Any] = own
         self._check_first_call: bool | Literal["auto"] = check_first_call
-        self._latest = SimpleNamespace(report=None)  # what the check has found
         self._engine: ForwardParallel | None = None
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch's
@@ -157,8 +155,8 @@ class DataParallel(nn.Module, Generic[Module]):
     @property
     def first_call(self) -> Report | None:
         """What `check_first_call` has found in the latest call that it looked at."""
-        report: Report | None = self._latest.report
-        return report
+        calls: FirstCalls | None = self._engine and self._engine.first_calls
+        return calls and calls.latest
 
     def _make_engine(self) -> ForwardParallel:
         # Nothing here refers to the wrapper: its threads end when it is garbage collected.
@@ -175,10 +173,10 @@ class DataParallel(nn.Module, Generic[Module]):
         if self._check_first_call:
             asked = self._check_first_call is True
             engine.first_calls = FirstCalls(
-                lambda split: make(split=split, executor="inorder"),
+                partial(make, split=SET_BY_RUNS, executor="inorder"),
                 "check_first_call",
                 always=asked,
-                report=partial(_announce, self._latest, asked),
+                found=partial(announce, asked=asked),
             )
         return engine
 
@@ -206,7 +204,7 @@ class DataParallel(nn.Module, Generic[Module]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay behind: a copy makes its own when it is first called."""
-        return {**self.__dict__, "_engine": None, "_latest": SimpleNamespace(report=None)}
+        return {**self.__dict__, "_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a wrapper of its own."""
@@ -222,11 +220,6 @@ def check_engine_options(
     check_choice("buffers", buffers, BUFFERS)
     check_choice("executor", executor, EXECUTORS)
     check_overrides(overrides, "gather_overrides")
-
-
-def _announce(latest: SimpleNamespace, asked: bool, report: Report) -> None:
-    latest.report = report
-    announce(report, asked=asked, stacklevel=3)
 
 
 def _add_prefix(

@@ -309,7 +309,6 @@ class DataParallelMixin(CheckpointMixin):
                 trainer,
                 self._new_mode,
                 super().batch_to_device,
-                self._loss_reduction,
             )
         self._mode = self._new_mode()
         if self.world is None and isinstance(self._split_policy, Auto):

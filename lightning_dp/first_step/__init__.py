@@ -11,4 +11,5 @@ the whole small batch or with one shard of it; *split* is the same call on the r
 
 from lightning_dp.first_step.compare import Report as Report
 from lightning_dp.first_step.compare import announce as announce
+from lightning_dp.first_step.first_call import SET_BY_RUNS as SET_BY_RUNS
 from lightning_dp.first_step.first_call import FirstCalls as FirstCalls

@@ -1,8 +1,13 @@
 """Does a call give the same values split as on one device, and if not, why? By experiment.
 
-`Call` runs what is checked, alone or split, each time from the same state and without a trace.
-`check` compares both. Where they differ, batch norm and random numbers, which differ in every
-data-parallel trainer, are switched off one after the other, and both calls run again. For
+[Note: alone and split]
+Both are the same call of an engine of the check's own, from the same state: *alone*, the root gets
+all samples of the small batch and the other replicas none; *split*, each replica gets its shard.
+Nothing else differs, so whatever comes out differently is the split's doing. Each run begins with
+dropout off and the same seeds on every replica, and puts everything back.
+
+`Comparison` compares the two. Where they differ, batch norm and random numbers, which differ in
+every data-parallel trainer, are switched off one after the other, and both runs are made again. For
 differences that remain, single shards run on the root: their losses and gradients show which
 weights give those of the whole batch.
 """
@@ -16,24 +21,27 @@ import pickle
 import random
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextlib import redirect_stderr as stderr_to
-from contextlib import redirect_stdout as stdout_to
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.first_step.compare import (
     KNOWN,
     LOSS,
     NAMES,
     UNCHANGED,
-    Difference,
     Key,
     Report,
     Values,
@@ -43,12 +51,12 @@ from lightning_dp.first_step.compare import (
     products,
     rounding,
 )
-from lightning_dp.first_step.snapshot import ModuleSnapshot, NotChecked, copy_to_cpu
+from lightning_dp.first_step.snapshot import NotChecked, Snapshot, copy_to_cpu
 from lightning_dp.parallel.apply import is_synced
-from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.engine import Engine, ReplicaCall
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Sizes
-from lightning_dp.parallel.step import LossReduction, loss_weights
+from lightning_dp.parallel.step import loss_weights
 from lightning_dp.parallel.torch_private import TorchDispatchMode
 
 _ROUNDING_FACTOR = 30.0
@@ -57,18 +65,18 @@ _CHANCE_FACTOR = 3.0
 """A difference is chance if it is at most this times that between seeds."""
 
 
-def check(
-    make_call: Callable[[], Call], report: Report, loss_reduction: LossReduction = "mean"
-) -> None:
-    """Runs a call alone and split, and reports what differs and why.
+def check(make_call: Callable[[], Call], report: Report) -> None:
+    """Runs a call alone and split, and reports what differs and why, unless that is `skipped`.
 
     An error in the check is reported and does not reach the caller: the real call will raise it.
     """
     call = None
+    if report.skipped:
+        return
     with muted():
         try:
             call = make_call()
-            _Comparison(call, is_sum=loss_reduction == "sum").complete(report)
+            Comparison(call).complete(report)
         except NotChecked as reason:
             report.skipped = str(reason)
         except Exception as error:
@@ -94,7 +102,7 @@ def muted() -> Iterator[None]:
     level, nowhere = logging.root.manager.disable, io.StringIO()
     logging.disable()
     try:
-        with warnings.catch_warnings(), stdout_to(nowhere), stderr_to(nowhere):
+        with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -105,10 +113,7 @@ def muted() -> Iterator[None]:
 class Call(ABC):
     """What is checked: a call of a module with a small batch, and the program around it.
 
-    Each run starts from the same state, with dropout off, and puts everything back.
-
     Args:
-        module: the user's module, on the root device.
         engine: an engine of the check's own, whose replicas run one after another.
         sizes: how many of the batch's samples each device gets.
         batch: the small batch.
@@ -118,59 +123,49 @@ class Call(ABC):
     Attributes:
         eps: the relative rounding error of the call.
         norms: layers that keep statistics of the batch, by name.
-        draws, python_draws: what the latest run has drawn, see `ConstantDraws`; and the state of
-            Python's and NumPy's generators after its call.
+        draws: see `ConstantDraws`.
+        python_draws: the state of Python's and NumPy's generators after the latest run's call.
     """
 
     reports_loss = True  # the loss is the user's own, and not made by the check
     compares_attributes = False  # that the call binds on modules
-    counts_items = False  # the call says over how many items its loss is a mean
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the forward
 
     def __init__(
         self,
-        module: nn.Module,
         engine: Engine,
         sizes: Sizes,
         batch: Any,
+        *,
         recording: Callable[[], AbstractContextManager[Values]] = lambda: nullcontext({}),
-        others: Sequence[Any] = (),
+        others: Mapping[str, Any] | None = None,
     ) -> None:
-        self.module, self.engine, self.sizes, self._batch = module, engine, sizes, batch
+        self.module, self.engine, self.sizes, self._batch = engine.module, engine, sizes, batch
         self._recording = recording
         self.active = [k for k, size in enumerate(sizes) if size]
-        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.eps = rounding(dtypes or {torch.get_default_dtype()}, engine.devices[0].type)
-        norms = [m for m in module.named_modules() if getattr(m[1], "track_running_stats", False)]
-        self.norms = {
-            name: layer for name, layer in norms if layer.training and not is_synced(layer)
+        self.norms: dict[str, Any] = {
+            name: layer
+            for name, layer in self.module.named_modules()
+            if getattr(layer, "track_running_stats", False)
+            and layer.training
+            and not is_synced(layer)
         }
         self.draws, self.python_draws = ConstantDraws(), b""
         devices = [*engine.devices, engine.output_device]
-        self._snapshot = ModuleSnapshot(module, devices, others)
+        self._snapshot = Snapshot(self.module, devices, others or {})
 
     @abstractmethod
-    def to_root(self, batch: Any) -> Any:
-        """Moves the batch or a shard of it to the root."""
+    def on_replicas(self) -> ReplicaCall:
+        """The call, as the engine makes it."""
 
     @abstractmethod
-    def on_root(self, batch: Any) -> Any:
-        """Calls the module on the root alone."""
-
-    @abstractmethod
-    def split(self, batch: Any) -> Any:
-        """Calls it split over the devices; it was called alone before."""
-
-    @abstractmethod
-    def parse(self, output: Any) -> tuple[Tensor | None, Any]:
-        """The loss whose gradients are compared, if there is one, and everything else."""
-
-    def during_backward(self) -> AbstractContextManager[None]:
-        """What surrounds a split call and its backward."""
-        return nullcontext()
+    def parse(self, output: Any) -> tuple[Tensor | None, Iterable[tuple[tree.Path, Any]]]:
+        """The loss whose gradients are compared, if there is one, and the leaves of the rest."""
 
     def end(self) -> None:
         """Puts everything back as it was, and closes the engine."""
-        self.engine.before_replica = None  # it refers to this call: a cycle
         try:
             self._snapshot.end()
         finally:
@@ -198,60 +193,55 @@ class Call(ABC):
             norms_off: batch norm uses its running statistics.
             constant_draws: see `ConstantDraws`.
         """
-        snapshot, self.draws = self._snapshot, ConstantDraws()
+        engine, snapshot, draws, sizes = self.engine, self._snapshot, self.draws, self.sizes
 
         def begin_draws() -> None:
             snapshot.reseed(seed)
-            self.draws.count = 0
+            draws.count = 0
 
+        idle = [0] * (len(sizes) - 1)
+        engine.planner.policy = lambda n: sizes if split else (n, *idle)
+        engine.before_replica = begin_draws
         try:
             begin_draws()
             if perturbed:
                 snapshot.perturb(self.eps, perturbed)
-            for layer in cast(Iterator[Any], self.module.modules()):
+            for layer in cast(Iterable[Any], self.module.modules()):
                 if "Dropout" in type(layer).__name__:
                     layer.training = False
                 elif isinstance(getattr(layer, "dropout", None), float):  # of attention, say
                     layer.dropout = 0.0
             for layer in self.norms.values() if norms_off else ():
                 layer.training = False
-            with ExitStack() as stack:
-                if constant_draws:
-                    stack.enter_context(self.draws)
-                values = stack.enter_context(self._recording())
-                batch = tree.map_leaves(copied, self._batch)
-                if split:
-                    stack.enter_context(self.during_backward())
-                    self.engine.resync()
-                    self.engine.before_replica = begin_draws  # as the root alone does
-                    output = self.split(batch)
-                else:
-                    if shard is not None and not cut_late:
-                        batch = self.engine.cut(batch, self.sizes)[shard]
-                    batch = self.to_root(batch)
-                    if shard is not None and cut_late:
-                        batch = self.engine.cut(batch, self.sizes)[shard]
-                    output = self.on_root(batch)
+            with draws if constant_draws else nullcontext(), self._recording() as values:
+                batch, call = tree.map_leaves(copied, self._batch), self.on_replicas()
+                if cut_late:
+                    batch = call.transfer(batch, engine.devices[0])
+                    call.transfer = lambda batch, device: batch
+                if shard is not None:
+                    batch = engine.cut(batch, sizes)[shard]
+                engine.resync()
+                with self.context():
+                    output = engine.step(call, batch)
                 self.python_draws = pickle.dumps((random.getstate(), np.random.get_state()))
                 loss, rest = self.parse(output)
                 if loss is not None and loss.requires_grad:
                     loss.backward()
-            changes = snapshot.changes(attributes=self.compares_attributes)
-            return {**values, **self._values(loss, rest, changes)}
+            return {**values, **self._values(loss, rest)}
         finally:
             snapshot.restore()
 
-    def _values(self, loss: Tensor | None, rest: Any, changes: Any) -> Values:
+    def _values(self, loss: Tensor | None, rest: Iterable[tuple[tree.Path, Any]]) -> Values:
         """Loss, outputs, gradients, and what the call has changed on the module."""
         values: Values = {}
         if loss is not None and self.reports_loss:
             values[LOSS] = float(loss.detach())
-        for path, leaf in () if rest is None else tree.places(rest):
+        for path, leaf in rest:
             values[Key("output", tree.name(path, ""))] = copy_to_cpu(leaf)
         norms = tuple(f"{name}." if name else "" for name in self.norms)
-        for (kind, name), value in changes.items():
-            if not (kind == "buffer" and name.startswith(norms)):
-                values[Key(kind, name)] = value
+        for key, value in self._snapshot.changes(attributes=self.compares_attributes).items():
+            if not (key[0] == "buffer" and key[1].startswith(norms)):
+                values[Key(*key)] = value
         for name, parameter in self.module.named_parameters() if loss is not None else ():
             gradient = parameter.grad
             if parameter.requires_grad and not parameter.is_inference():  # no one trains those
@@ -270,10 +260,13 @@ def copied(leaf: Any) -> Any:
 class ConstantDraws(TorchDispatchMode):
     """Has the k-th random operation of a replica give one number, which depends on k alone.
 
+    [Note: chance]
     A step that adds noise to each sample draws n numbers for n samples: a shard cannot draw those
     of the whole batch. With constant draws both compute the same, and what still differs is not
     chance. Truth values are 1, since 0 would hide all that samples contribute. `randperm` returns
     n-1 ... 0: a step that mixes samples mixes other pairs in a shard than in the whole batch.
+    What stays random all the same (Python's and NumPy's numbers, a fused kernel's dropout) is
+    compared with how much the call on the root alone differs from seed to seed.
     """
 
     def __init__(self) -> None:
@@ -281,7 +274,7 @@ class ConstantDraws(TorchDispatchMode):
         self.names: dict[str, None] = {}  # of the random operations that ran
         self.count = 0  # of those in this replica
         self.dtypes: set[torch.dtype] = set()  # in which floating point numbers were computed
-        self.uncontrolled = False  # one of them stayed random, such as a fused kernel's dropout
+        self.uncontrolled = False  # one of them stayed random
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -307,15 +300,15 @@ class ConstantDraws(TorchDispatchMode):
         return result
 
 
-class _Comparison:
+class Comparison:
     """A call alone and split, and the experiments that a difference asks for.
 
     `_alone` and `_split` are the outcomes of the latest runs, under `_options`; `_found` are the
     distances of the values that differ in them and that no experiment has explained.
     """
 
-    def __init__(self, call: Call, *, is_sum: bool) -> None:
-        self._call, self._is_sum = call, is_sum
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self._options: dict[str, bool] = {}
         self._causes: dict[str, str] = {}
         self._unstable: set[Key] = set()  # values of no run but one, such as a logged time
@@ -329,15 +322,15 @@ class _Comparison:
             self._take_chance_away,
             self._perturb,
             self._cut_after_transfer,
-            self._add_up_shards,
+            self._weigh_shards,
             self._name_values,
         ):
             if self._found and "not repeatable" not in self._causes:
                 experiment()
         report.causes = self._causes
         for key in self._keys(*NAMES):
-            values = [of.get(key, UNCHANGED) for of in (self._alone, self._split)]
-            report.differences.append(Difference(key, *values))
+            alone, split = (values.get(key, UNCHANGED) for values in (self._alone, self._split))
+            report.differences[key] = alone, split
 
     def _run(self, **options: Any) -> Values:
         return self._call.run(**self._options, **options)
@@ -369,7 +362,7 @@ class _Comparison:
         self._causes[cause] = _WHY[sentence or cause].format(*names)
 
     @cached_property
-    def _parts(self) -> list[Values]:
+    def _shards(self) -> list[Values]:
         """Each shard's outcome on the root; asked for when the options do not change any more."""
         return [self._run(shard=k) for k in self._call.active]
 
@@ -379,7 +372,6 @@ class _Comparison:
         """Alone once more, with the same seeds; and with a look at dtypes and random numbers."""
         call = self._call
         self._run(constant_draws=True)
-        self._draws = call.draws
         call.eps = max(call.eps, rounding(call.draws.dtypes, call.engine.devices[0].type))
         unstable = set(differing(self._alone, self._run(), call.eps))
         if any(key.kind in ("loss", "gradient", "output") for key in unstable & {*self._found}):
@@ -394,22 +386,21 @@ class _Comparison:
             self._run_both(norms_off=True)
             found = self._found
             if found.keys() != before.keys() or any(found[k] < before[k] / 2 for k in found):
-                self._name("batch norm", _listed(list(self._call.norms)))
+                self._name("batch norm", _listed(self._call.norms))
 
     def _take_chance_away(self) -> None:
-        """Both with constant random draws, and alone with other seeds where that is not all."""
+        """Both with constant random draws, and alone with other seeds, see [Note: chance]."""
         # Python and NumPy draws depend on the number of samples if a shard leaves these generators
         # in another state than the whole batch does. Otherwise every replica draws what the root
         # draws, because all start from the same seed.
-        draws = set()
+        states = set()
         for shard in (None, self._call.active[0]):
             self._run(shard=shard)
-            draws.add(self._call.python_draws)
-        draws_for_each_sample = len(draws) > 1
-        names = list(self._draws.names)
-        if names or draws_for_each_sample:
+            states.add(self._call.python_draws)
+        names = list(self._call.draws.names)
+        if names or len(states) > 1:
             self._run_both(constant_draws=True)
-            if draws_for_each_sample or self._draws.uncontrolled:
+            if len(states) > 1 or self._call.draws.uncontrolled:
                 self._keep_beyond((self._run(seed=seed) for seed in range(1, 9)), _CHANCE_FACTOR)
             if not (self._found and names == ["randperm"]):  # pairs that differ are no chance
                 self._name("random", ", ".join(names) or "numpy's or Python's")
@@ -423,47 +414,58 @@ class _Comparison:
         keys = self._keys("loss", "gradient", "log", "output")
         if keys and self._call.reports_loss:
             late = self._run(shard=self._call.active[0], cut_late=True)
-            if differing(self._parts[0], late, self._call.eps).keys() & {*keys}:
+            if differing(self._shards[0], late, self._call.eps).keys() & {*keys}:
                 self._name("transfer hook")
 
-    def _add_up_shards(self) -> None:
-        """Looks for weights whose sum of the shards' losses and gradients is that of the batch."""
+    def _weigh_shards(self) -> None:
+        """Names a cause for a loss or gradients that differ."""
         if not self._keys("loss", "gradient"):
             return
         known = dict(self._call.module.named_parameters())
         made = [key.name for key in self._keys("gradient") if key.name not in known]
         if made:
             self._name("made in step", _listed(made))
-        elif not self._call.reports_loss:
-            if not self._keys("output"):
-                self._name("whole batch", "The backward of forward", sentence="forward")
-        else:
-            self._name_loss()
+        elif self._call.reports_loss:
+            cause, *names = self._weights()
+            if cause and not (cause == "whole batch" and "transfer hook" in self._causes):
+                self._name(cause, *names)
+        elif not self._keys("output"):
+            self._name("output", "The backward of forward", sentence="forward")
 
-    def _name_loss(self) -> None:
+    def _weights(self) -> tuple[str, ...]:
+        """By which weights the shards' losses and gradients add up to those of the batch.
+
+        [Note: the shards' weights]
+        The joint loss is a weighted sum of the shards' losses, and so are its gradients. If some
+        weights give the loss and the gradients of the whole batch, the loss is a sum (weights 1),
+        a mean over samples (weights by sizes) or a mean over something else (whatever weights come
+        nearest). If none do, it depends on which samples are together.
+        """
         sizes = [size for size in self._call.sizes if size]
         sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
-        finite = [k for k, part in enumerate(self._parts) if is_finite(part)]  # none over nothing
-        squares = products([self._alone, *(self._parts[k] for k in finite)])
-        # The weights at which the sum of losses and gradients comes nearest to the whole batch's.
-        solution = torch.linalg.pinv(squares[1:, 1:], hermitian=True) @ squares[1:, 0]
-        counts = dict(zip(finite, solution.clamp(min=0).tolist(), strict=True))
-        shares = [counts.get(k, 0.0) / (sum(counts.values()) or 1.0) for k in range(len(sizes))]
-        for cause, weights, is_mistake in (
-            ("sum", sums, not self._is_sum),
-            ("mean", means, self._is_sum or self._call.counts_items),
-            ("items", shares, True),
-        ):
-            vector = torch.tensor([-1.0, *(weights[k] for k in finite)], dtype=torch.float64)
-            off = float(vector @ squares @ vector) / float(squares[0, 0])
-            is_all = all(k in finite for k, weight in enumerate(weights) if weight)
-            if is_all and off <= max(self._call.eps, 1e-12):
-                if is_mistake:
-                    texts = [", ".join(f"{w:.3f}" for w in of) for of in (shares, means)]
-                    self._name(cause, *texts)
-                return
-        if "transfer hook" not in self._causes:
-            self._name("whole batch")
+        finite = [k for k, shard in enumerate(self._shards) if is_finite(shard)]  # no items: NaN
+        squares = products([self._alone, self._split, *(self._shards[k] for k in finite)])
+        inverse = torch.linalg.pinv(squares[2:, 2:], hermitian=True)
+        nearest_alone, nearest_split = (inverse @ squares[2:, :2]).T.tolist()
+
+        def adds_up(which: int, weights: Sequence[float]) -> bool:
+            """Whether the finite shards with these weights are alone (0) or split (1)."""
+            vector = torch.tensor([0.0, 0.0, *weights], dtype=torch.float64)
+            vector[which] = -1
+            off = vector @ squares @ vector / squares[which, which]
+            return float(off) <= max(self._call.eps, 1e-12)
+
+        for cause, weights in (("sum", sums), ("mean", means)):
+            if len(finite) == len(sizes) and adds_up(0, weights):
+                # The split's own weights are other ones, or shards are not what they are alone.
+                return (cause,) if adds_up(1, nearest_split) else ("",)
+        counts = [max(0.0, weight) for weight in nearest_alone]
+        counts = [count / (sum(counts) or 1.0) for count in counts]
+        if adds_up(0, counts):
+            shares = dict(zip(finite, counts, strict=True))
+            texts = [shares.get(k, 0.0) for k in range(len(sizes))], means
+            return ("items", *(", ".join(f"{w:.3f}" for w in of) for of in texts))
+        return ("whole batch",)
 
     def _name_values(self) -> None:
         """Names a cause for each kind of other values that differ."""
@@ -490,7 +492,8 @@ class _Comparison:
             self._name("replicas")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
@@ -558,7 +561,7 @@ _WHY = {
         "Buffers that the step writes ({}) keep what the first replica left. Write what follows "
         'from the whole batch (self.all_gather), or use buffers="mean" or mode="forward".'
     ),
-    **dict.fromkeys(("parameter", "state", "logger", "option"), _SHARED),
+    **dict.fromkeys(("parameter", "state", "logger"), _SHARED),
     "replicas": (
         "Run one by one from the same state, the shards add up to the batch; as replicas they do "
         "not. The step writes to what replicas share, or keeps something from call to call."

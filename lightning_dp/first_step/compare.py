@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Sizes
 
@@ -29,15 +30,11 @@ NAMES = {
     "buffer": "buffer {}",
     "parameter": "parameter {}",
     "logger": "calls of self.logger.{}",
-    "option": "option {}",
 }
 """The kinds of values that are compared, as a message names and orders them."""
 
 KNOWN = ("batch norm", "random")
 """Causes that every data-parallel trainer has: one line at INFO, no warning."""
-
-UNCHANGED = "not set"
-"""Stands for a missing value: this call did not write it."""
 
 _SHOWN = 4
 """Values of one kind that a message lists; of gradients it lists one."""
@@ -53,11 +50,22 @@ class Key(NamedTuple):
 LOSS = Key("loss")
 Values: TypeAlias = dict[Key, Any]
 """All values of one call, on the CPU; a gradient is None where a parameter has none."""
+UNCHANGED = "not set"
+"""Stands for a value that a call does not have."""
+
+
+# How closely
+
+
+def gradient_norm(values: Values) -> float:
+    """The norm of all gradients together."""
+    gradients = [v for key, v in values.items() if key.kind == "gradient" and v is not None]
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
 def is_finite(values: Values) -> bool:
     """Whether the loss and all gradients are finite."""
-    return math.isfinite(float(products([values])))
+    return math.isfinite(gradient_norm(values) + values.get(LOSS, 0.0))
 
 
 def products(calls: Sequence[Values]) -> Tensor:
@@ -65,26 +73,18 @@ def products(calls: Sequence[Values]) -> Tensor:
 
     The loss is one more coordinate, with as much weight as the first call's gradients.
     """
-    norm, loss = _gradient_norm(calls[0]), calls[0].get(LOSS)
+    norm, loss = gradient_norm(calls[0]), calls[0].get(LOSS)
     scale = norm**2 / loss**2 if loss and norm else 1.0
 
     def product(a: Values, b: Values) -> float:
-        total = scale * (a.get(LOSS) or 0.0) * (b.get(LOSS) or 0.0)
+        total = scale * a.get(LOSS, 0.0) * b.get(LOSS, 0.0)
         for key, gradient in a.items():
             other = b.get(key)
             if key.kind == "gradient" and gradient is not None and other is not None:
                 total += float(gradient.double().flatten() @ other.double().flatten())
-        return total
+        return float(total)
 
     return torch.tensor([[product(a, b) for b in calls] for a in calls], dtype=torch.float64)
-
-
-def _gradient_norm(values: Values) -> float:
-    gradients = [v for key, v in values.items() if key.kind == "gradient" and v is not None]
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-
-
-# How closely
 
 
 def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
@@ -105,7 +105,7 @@ def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
 
 def differing(alone: Values, split: Values, eps: float) -> dict[Key, float]:
     """The keys under which two calls differ by more than rounding, with their `distance`."""
-    rest = 10 * eps * _gradient_norm(alone)  # a gradient that cancels to 0 is all rounding
+    rest = 10 * eps * gradient_norm(alone)  # a gradient that cancels to 0 is all rounding
     found = {}
     for key in {**alone, **split}:
         a, b = alone.get(key, UNCHANGED), split.get(key, UNCHANGED)
@@ -117,41 +117,33 @@ def distance(a: Any, b: Any, eps: float = 0.0, floor: float = 0.0) -> float:
     """How far `b` is off `a`, relative to the largest entry of `a`; inf if shapes or types differ.
 
     Returns 0 if the largest difference is at most sqrt(eps) times the largest entry of `a`, plus
-    `floor`.
+    `floor`. Of containers it is the largest of their leaves.
     """
+    places_a, places_b = tree.places(a), tree.places(b)
+    if [path for path, _ in places_a] != [path for path, _ in places_b]:
+        return math.inf
+    pairs = zip(places_a, places_b, strict=True)
+    return max((_leaves_apart(x, y, eps, floor) for (_, x), (_, y) in pairs), default=0.0)
+
+
+def _leaves_apart(a: Any, b: Any, eps: float, floor: float) -> float:
     if a is b:
         return 0.0
-    if _is_number(a) and _is_number(b):
-        return _numbers_apart(torch.as_tensor(a), torch.as_tensor(b), eps, floor)
-    parts_a, parts_b = tree.children(a), tree.children(b)
-    if parts_a is None or parts_b is None:
+    if not (_is_number(a) and _is_number(b)):
         # Objects without an `__eq__` cannot be compared: those of one class are taken as equal.
         equality: Any = type(a).__eq__
         is_opaque = type(a) is type(b) and equality is object.__eq__
         return 0.0 if is_opaque or tree.equal(a, b) else math.inf
-    if [key for key, _ in parts_a] != [key for key, _ in parts_b]:
+    x, y = torch.as_tensor(a), torch.as_tensor(b)
+    if x.shape != y.shape:
         return math.inf
-    pairs = zip(parts_a, parts_b, strict=True)
-    return max((distance(x, y, eps, floor) for (_, x), (_, y) in pairs), default=0.0)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number, a tensor, or a NumPy array or scalar of numbers or truth values."""
-    is_numpy = type(value).__module__ == "numpy"
-    is_of_numbers = is_numpy and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
-    return is_of_numbers or isinstance(value, Tensor | float | int)
-
-
-def _numbers_apart(a: Tensor, b: Tensor, eps: float, floor: float) -> float:
-    if a.shape != b.shape:
-        return math.inf
-    if a.layout is not torch.strided or a.is_nested or b.is_nested or a.is_meta or b.is_meta:
+    if any(t.layout is not torch.strided or t.is_nested or t.is_meta for t in (x, y)):
         return 0.0
-    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    x, y = a.to(kind), b.to(kind)
+    dtype = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    x, y = x.to(dtype), y.to(dtype)
     finite = x.isfinite()
     others = x[~finite], y[~finite]  # infinities and NaN have to be the same ones
-    if not torch.equal(finite, y.isfinite()) or not torch.allclose(*others, equal_nan=True):
+    if not finite.equal(y.isfinite()) or not torch.allclose(*others, equal_nan=True):
         return math.inf
     if not finite.any():
         return 0.0
@@ -161,15 +153,13 @@ def _numbers_apart(a: Tensor, b: Tensor, eps: float, floor: float) -> float:
     return off / scale if scale else math.inf
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, a tensor, or a NumPy array or scalar of numbers or truth values."""
+    is_of_numbers = tree.is_array(value) and value.dtype.kind in "biufc"
+    return is_of_numbers or isinstance(value, Tensor | float | int)
+
+
 # In which words
-
-
-class Difference(NamedTuple):
-    """One value that a split call does not have in common with one device."""
-
-    key: Key
-    alone: Any
-    split: Any
 
 
 @dataclass
@@ -180,16 +170,16 @@ class Report:
         option: the option that asks for the check, for messages.
         name: what was called.
         sizes: how many samples each device had.
-        differences: the values that differ, beyond rounding and chance.
+        differences: the values that differ beyond rounding and chance: on one device, and split.
         causes: why, each with what to write instead; those in `KNOWN` are no mistake.
         skipped: why nothing was compared; empty if it was.
         raised: whether that was an error in the check.
     """
 
-    option: str = "check_first_step"
-    name: str = ""
+    option: str
+    name: str
     sizes: Sizes = ()
-    differences: list[Difference] = field(default_factory=list)
+    differences: dict[Key, tuple[Any, Any]] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
     skipped: str = ""
     raised: bool = False
@@ -211,22 +201,19 @@ class Report:
         used = [size for size in self.sizes if size]
         cut = f"the first {sum(used)} samples, split as {', '.join(map(str, used))}"
         if not self.differences:
-            same = f"{self.option}: {self.name} gives the numbers of one device on {cut}"
-            return (
-                same + "".join(f", but for this: {text.rstrip('.')}" for text in self.known) + "."
-            )
+            but = "".join(f", but for this: {text.rstrip('.')}" for text in self.known)
+            return f"{self.option}: {self.name} gives the numbers of one device on {cut}{but}."
         lines = [f"{self.option}: on {cut}, {self.name} does not give the numbers of one device."]
         lines += [text for cause, text in self.causes.items() if cause not in KNOWN]
-        for kind, group in groupby(self.differences, lambda difference: difference.key.kind):
-            differences = list(group)
-            shown = differences[: 1 if kind == "gradient" else _SHOWN]
-            for key, alone, split in shown:
-                name, values = NAMES[kind].format(key.name), (_short(alone), _short(split))
-                lines.append(
-                    "{}: {} on one device, {} on {} devices".format(name, *values, len(used))
-                )
-            if len(differences) > len(shown):
-                lines[-1] += f"; and {len(differences) - len(shown)} more"
+        for kind, group in groupby(self.differences, lambda key: key.kind):
+            keys = list(group)
+            shown = keys[: 1 if kind == "gradient" else _SHOWN]
+            for key in shown:
+                alone, split = map(_short, self.differences[key])
+                name = NAMES[kind].format(key.name)
+                lines.append(f"{name}: {alone} on one device, {split} on {len(used)} devices")
+            if len(keys) > len(shown):
+                lines[-1] += f"; and {len(keys) - len(shown)} more"
         return "\n- ".join(lines + self.known) + f"\n({self.option}=False turns this check off.)"
 
 
@@ -255,6 +242,5 @@ def _short(value: Any) -> str:
     if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
     if value is UNCHANGED:
-        return str(value)
-    text = f"{value:.9g}" if isinstance(value, float) else repr(value)
-    return text if len(text) < 60 else text[:57] + "..."
+        return UNCHANGED
+    return f"{value:.9g}" if isinstance(value, float) else short_repr(value)

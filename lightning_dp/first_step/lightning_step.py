@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,13 +20,13 @@ from typing_extensions import override
 
 from lightning_dp.first_step.check import Call, check
 from lightning_dp.first_step.compare import Key, Report, Values, announce
-from lightning_dp.first_step.first_call import FirstCalls, small_part
-from lightning_dp.first_step.snapshot import NotChecked, copy_to_cpu
-from lightning_dp.lightning_private import own_device
+from lightning_dp.first_step.first_call import SET_BY_RUNS, FirstCalls, small_part
+from lightning_dp.first_step.snapshot import copy_to_cpu
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.step import LossReduction, StepOutput
+from lightning_dp.parallel.scatter import tree
+from lightning_dp.parallel.step import EvaluationStep, StepOutput, StepParallel, TrainingStep
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -44,7 +44,6 @@ class FirstSteps:
         trainer: the Trainer that runs.
         make_mode: makes a mode for the check alone; takes options of an engine.
         transfer: moves a batch to a device through the hooks of the module.
-        loss_reduction: the strategy's.
         due: the names of the steps that have not run yet.
     """
 
@@ -53,7 +52,6 @@ class FirstSteps:
     trainer: Any
     make_mode: Callable[..., Mode]
     transfer: Transfer
-    loss_reduction: LossReduction
     due: set[str] = field(
         default_factory=lambda: {f"{x}_step" for x in ("training", "validation", "test", "predict")}
     )
@@ -68,45 +66,36 @@ class FirstSteps:
         """
         self.due.discard(method)
         self._method, always = method, self.option is True
-        report, part = Report(OPTION, method), None
-        try:
-            if not always and self.trainer.fast_dev_run:
-                raise NotChecked("fast_dev_run.")
-            if isinstance(mode.engine, ForwardParallel):
-                self._check_calls(mode.engine)
-                return
-            report.sizes, part = small_part(mode.engine, batch, always=always)
-            if not report.sizes:
-                raise NotChecked("the batch has samples for one replica alone.")
-        except NotChecked as reason:
-            report.skipped = str(reason)
+        report, part, engine = Report(OPTION, method), None, mode.engine
+        if not always and self.trainer.fast_dev_run:
+            report.skipped = "fast_dev_run."
+        elif isinstance(engine, ForwardParallel):
+            engine.first_calls = engine.first_calls or FirstCalls(
+                self._make_engine, OPTION, always, self._found, _around(self.trainer)
+            )
+            return
+        else:
+            part = small_part(report, engine, batch, always=always)
+            if not (report.sizes or report.skipped):
+                report.skipped = "the batch has samples for one replica alone."
         if world is not None:
             cannot = world.all_gather_objects(bool(report.skipped))
             if any(cannot) and not report.skipped:
                 report.skipped = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
-        if not report.skipped:
+
+        def make_call() -> Call:
+            call = StepCall(self._make_engine(), report.sizes, part, **_around(self.trainer))
             transfer = partial(self.transfer, dataloader_idx=mode.dataloader_idx)
+            call.method, call.args, call.transfer = method, args, transfer
+            name = method.replace("training", "train").replace("validation", "val")
+            call.context = getattr(self.trainer.precision_plugin, f"{name}_context")
+            return call
 
-            def make_call() -> Call:
-                own = self.make_mode(executor="inorder", world=None, split=lambda n: report.sizes)
-                around = _around(self.trainer)
-                return StepCall(own, method, args, transfer, report.sizes, part, **around)
-
-            check(make_call, report, self.loss_reduction)
+        check(make_call, report)
         self._found(report)
 
-    def _check_calls(self, engine: Any) -> None:
-        def make_engine(split: Any) -> Any:
-            return self.make_mode(executor="inorder", world=None, split=split).engine
-
-        engine.first_calls = engine.first_calls or FirstCalls(
-            make_engine,
-            OPTION,
-            always=self.option is True,
-            report=self._found,
-            around=_around(self.trainer),
-            attributes=False,  # the mode names those
-        )
+    def _make_engine(self) -> Any:
+        return self.make_mode(executor="inorder", world=None, split=SET_BY_RUNS).engine
 
     def _found(self, report: Report) -> None:
         before = self.reports.get(self._method)
@@ -118,46 +107,22 @@ class FirstSteps:
 class StepCall(Call):
     """One step of a LightningModule, in step mode."""
 
-    def __init__(
-        self,
-        mode: Mode,
-        method: str,
-        args: tuple[Any, ...],
-        transfer: Transfer,
-        *rest: Any,
-        **kw: Any,
-    ) -> None:
-        super().__init__(mode.module, mode.engine, *rest, **kw)
-        self._mode, self._method, self._args, self._transfer = mode, method, args, transfer
-        name = method.replace("training", "train").replace("validation", "val")
-        self._context = getattr(mode.module.trainer.precision_plugin, f"{name}_context")
+    engine: StepParallel
+    method: str
+    args: tuple[Any, ...]
+    transfer: Transfer
 
     @override
-    def to_root(self, batch: Any) -> Any:
-        return self._transfer(batch, self.engine.devices[0])
+    def on_replicas(self) -> EvaluationStep:
+        kind = TrainingStep if self.method == "training_step" else EvaluationStep
+        return kind(self.engine, self.method, self.args, self.transfer)
 
     @override
-    def on_root(self, batch: Any) -> Any:
-        with self._context():
-            return getattr(self.module, self._method)(batch, *self._args)
-
-    @override
-    def split(self, batch: Any) -> Any:
-        batch = self._mode.batch(batch, 0)
-        with self._context():
-            return self._mode.step(self._method, batch, self._args)
-
-    @override
-    def parse(self, output: Any) -> tuple[Tensor | None, Any]:
-        if output is None or self._method != "training_step":
-            return None, output
-        parsed = StepOutput.parse(output)
-        self.counts_items = parsed.num_items is not None
-        return parsed.loss, parsed.extras
-
-    @override
-    def during_backward(self) -> AbstractContextManager[None]:
-        return self._mode.during_backward()
+    def parse(self, output: Any) -> tuple[Tensor | None, list[tuple[tree.Path, Any]]]:
+        loss = None
+        if output is not None and self.method == "training_step":
+            loss, output = StepOutput.parse(output)[0::3]
+        return loss, [] if output is None else tree.places(output)
 
 
 # The Trainer around a call
@@ -166,33 +131,26 @@ class StepCall(Call):
 def _around(trainer: Any) -> dict[str, Any]:
     """What is recorded, and what is put back, around a call of a Trainer's module."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    others = [*trainer.strategy.optimizers, *schedulers]
+    others = {"optimizer": trainer.strategy.optimizers, "scheduler": schedulers}
     return {"recording": partial(_recording, trainer), "others": others}
 
 
 @contextmanager
 def _recording(trainer: Any) -> Iterator[Values]:
-    """Records what a step logs and does with loggers and optimizers' options.
+    """Records what a step logs, and how it uses loggers.
 
     None of it reaches anything, stops the training, or asks other processes.
     """
-    module, root = trainer.lightning_module, trainer.strategy.root_device
+    module = trainer.lightning_module
     values: Values = {}
     used: Counter[str] = Counter()
     loggers, stops = trainer.loggers, trainer.should_stop
     trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
     log = replaced(module, log=StandIn(module, "log", partial(_record, values)))
-    # In forward mode the step's own code is on the output device, but the call's on the root.
-    on_root = replaced(module, **own_device(module, root))
     try:
-        with replaced(trainer.strategy, world=None), log, on_root:
+        with replaced(trainer.strategy, world=None), log:
             yield values
         values.update({Key("logger", name): count for name, count in used.items()})
-        for i, optimizer in enumerate(trainer.optimizers):
-            for j, group in enumerate(optimizer.param_groups):
-                of = f"optimizer {i}" + (f", group {j}" if j else "")
-                numbers = {f"{n} of {of}": v for n, v in group.items() if isinstance(v, float)}
-                values.update({Key("option", name): v for name, v in numbers.items()})
     finally:
         trainer.loggers, trainer.should_stop = loggers, stops
 

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.first_step import Report, first_call
 from lightning_dp.first_step.compare import distance
-from lightning_dp.first_step.snapshot import ModuleSnapshot
+from lightning_dp.first_step.snapshot import Snapshot
 from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -429,7 +429,7 @@ def test_lists_that_hooks_append_to_are_put_back_and_named() -> None:
     module.net.register_forward_hook(keep)
     report = fit(module, executor="inorder")["training_step"]
     assert hooked == KEPT == [9, 8, 8]
-    assert {d.key.name.rpartition(".")[2] for d in report.differences} == {"hooked", "KEPT"}
+    assert {key.name.rpartition(".")[2] for key in report.differences} == {"hooked", "KEPT"}
 
 
 class Holder(nn.Module):
@@ -484,7 +484,7 @@ def test_a_snapshot_puts_everything_back() -> None:
     module.layer.weight.grad = torch.ones(2, 2)
     module.layer.weight.register_hook(lambda gradient: gradient * 2)
     pictured = state(module)
-    before = ModuleSnapshot(module, [torch.device("cpu")])
+    before = Snapshot(module, [torch.device("cpu")], {})
     for _ in range(2):
         change_everything(module)
         before.restore()

@@ -64,11 +64,13 @@ class Snapshot:
         named = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
         self._names = {id(t): (kind, name) for kind, of in named.items() for name, t in of}
         self._kept: list[tuple[str, Any, Any, Tensor | None]] = []  # path, and see `_restore`
-        self._generators = [torch.default_generator]
+        self._generators, leaves = [torch.default_generator], list[Tensor]()
         for path, node in _walk({"self": module, **others}):
             has_graph = isinstance(node, Tensor) and (node.grad_fn is not None or is_lazy(node))
             if isinstance(node, _MOVES_ON) or has_graph:
                 raise NotChecked(f"nothing sets {path} back, a {type(node).__qualname__}.")
+            if isinstance(node, Tensor) and node.is_leaf:
+                leaves.append(node)
             if isinstance(node, torch.Generator):
                 self._generators.append(node)
             elif (memory := _memory(node)) is not None:
@@ -86,7 +88,6 @@ class Snapshot:
             *((generator.set_state, generator.get_state()) for generator in self._generators),
             *((of.set_rng_state, of.get_rng_state(on), on) for of, on in self._accelerators),
         ]
-        leaves = [t for _, t, *_ in self._kept if isinstance(t, Tensor) and t.is_leaf]
         self._requires_grad = [(t, t.requires_grad) for t in leaves]
         self._parameters = [t for t in leaves if t.requires_grad or isinstance(t, nn.Parameter)]
         self._hooks = SuspendedHooks(self._parameters)

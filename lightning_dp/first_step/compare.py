@@ -1,57 +1,257 @@
-"""What is compared, how closely, and in which words a difference is reported."""
+"""Which values of a call differ when it is split, and why? By experiment.
+
+Where the call alone and split differ (see [Note: alone and split]), batch norm and random numbers,
+which differ in every data-parallel trainer, are switched off one after the other, and both runs are
+made again. For differences that remain, single shards run on the root: their losses and gradients
+show which weights give those of the whole batch.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.checks import short_repr
+from lightning_dp.first_step.call import Call, muted
+from lightning_dp.first_step.report import KNOWN, LOSS, NAMES, UNCHANGED, WHY, Key, Report, Values
+from lightning_dp.first_step.snapshot import NotChecked
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.step import loss_weights
 
-log = logging.getLogger("lightning_dp")
-
-NAMES = {
-    "loss": "the loss",
-    "gradient": "the gradient of {}",
-    "log": "self.log({!r})",
-    "output": "output{}",
-    "list": "the items of {}",
-    "state": "{}",
-    "attribute": "{}",
-    "buffer": "buffer {}",
-    "parameter": "parameter {}",
-    "logger": "calls of self.logger.{}",
-}
-"""The kinds of values that are compared, as a message names and orders them."""
-
-KNOWN = ("batch norm", "random")
-"""Causes that every data-parallel trainer has: one line at INFO, no warning."""
-
-_SHOWN = 4
-"""Values of one kind that a message lists; of gradients it lists one."""
+_ROUNDING_FACTOR = 30.0
+"""A difference is rounding if it is at most this times that from slightly perturbed parameters."""
+_CHANCE_FACTOR = 3.0
+"""A difference is chance if it is at most this times that between seeds."""
 
 
-class Key(NamedTuple):
-    """One value of a call: its kind, one of `NAMES`, and which of that kind."""
+def check(make_call: Callable[[], Call], report: Report) -> None:
+    """Runs a call alone and split, and reports what differs and why, unless that is `skipped`.
 
-    kind: str
-    name: str = ""
+    An error in the check is reported and does not reach the caller: the real call will raise it.
+    """
+    call = None
+    if report.skipped:
+        return
+    with muted():
+        try:
+            call = make_call()
+            Comparison(call).complete(report)
+        except NotChecked as reason:
+            report.skipped = str(reason)
+        except Exception as error:
+            report.skipped = f"the check raised {type(error).__name__}: {error}"
+            report.raised = True
+        finally:
+            if call is not None:
+                call.end()
 
 
-LOSS = Key("loss")
-Values: TypeAlias = dict[Key, Any]
-"""All values of one call, on the CPU; a gradient is None where a parameter has none."""
-UNCHANGED = "not set"
-"""Stands for a value that a call does not have."""
+class Comparison:
+    """A call alone and split, and the experiments that a difference asks for.
+
+    `_alone` and `_split` are the outcomes of the latest runs, under `_options`; `_found` are the
+    distances of the values that differ in them and that no experiment has explained.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._eps = self._rounding({p.dtype for p in call.module.parameters()})
+        self._options: dict[str, bool] = {}
+        self._causes: dict[str, str] = {}
+        self._unstable: set[Key] = set()  # values of no run but one, such as a logged time
+        self._run_both()
+
+    def complete(self, report: Report) -> None:
+        """Makes the experiments, one after the other, as long as differences remain."""
+        for experiment in (
+            self._run_again,
+            self._switch_norms_off,
+            self._take_chance_away,
+            self._perturb,
+            self._cut_after_transfer,
+            self._weigh_shards,
+            self._name_values,
+        ):
+            if self._found and "not repeatable" not in self._causes:
+                experiment()
+        report.causes = self._causes
+        for key in self._keys(*NAMES):
+            alone, split = (values.get(key, UNCHANGED) for values in (self._alone, self._split))
+            report.differences[key] = alone, split
+
+    def _run(self, **options: Any) -> Values:
+        return self._call.run(**self._options, **options)
+
+    def _run_both(self, **options: bool) -> None:
+        self._options |= options
+        self._alone, self._split = self._run(), self._run(split=True)
+        if not is_finite(self._alone):
+            raise NotChecked("its loss or gradient is not finite on the root alone.")
+        self._compare()
+
+    def _rounding(self, dtypes: Iterable[torch.dtype]) -> float:
+        return rounding(dtypes, self._call.engine.devices[0].type)
+
+    def _compare(self) -> None:
+        found = differing(self._alone, self._split, self._eps)
+        self._found = {key: off for key, off in found.items() if key not in self._unstable}
+
+    def _keep_beyond(self, others: Iterable[Values], factor: float) -> None:
+        """Keeps differences above `factor` times the largest among other outcomes of `alone`."""
+        largest = dict.fromkeys(self._found, 0.0)
+        for other in others:
+            for key in largest:
+                off = distance(self._alone.get(key), other.get(key))
+                largest[key] = max(largest[key], off)
+        self._found = {k: off for k, off in self._found.items() if off > factor * largest[k]}
+
+    def _keys(self, *kinds: str) -> list[Key]:
+        return [key for kind in kinds for key in self._found if key.kind == kind]
+
+    def _name(self, cause: str, *names: str, sentence: str = "") -> None:
+        self._causes[cause] = WHY[sentence or cause].format(*names)
+
+    @cached_property
+    def _shards(self) -> list[Values]:
+        """Each shard's outcome on the root; asked for when the options do not change any more."""
+        return [self._run(shard=k) for k in self._call.active]
+
+    # The experiments
+
+    def _run_again(self) -> None:
+        """Alone once more, with the same seeds; and with a look at dtypes and random numbers."""
+        call = self._call
+        self._run(constant_draws=True)
+        self._eps = max(self._eps, self._rounding(call.draws.dtypes))
+        unstable = set(differing(self._alone, self._run(), self._eps))
+        if any(key.kind in ("loss", "gradient", "output") for key in unstable & {*self._found}):
+            self._name("not repeatable")
+        else:
+            self._unstable = unstable
+            self._compare()
+
+    def _switch_norms_off(self) -> None:
+        if self._call.norms:
+            before = self._found
+            self._run_both(norms_off=True)
+            found = self._found
+            if found.keys() != before.keys() or any(found[k] < before[k] / 2 for k in found):
+                self._name("batch norm", _listed(self._call.norms))
+
+    def _take_chance_away(self) -> None:
+        """Both with constant random draws, and alone with other seeds, see [Note: chance]."""
+        # Python and NumPy draws depend on the number of samples if a shard leaves these generators
+        # in another state than the whole batch does. Otherwise every replica draws what the root
+        # draws, because all start from the same seed.
+        states = set()
+        for shard in (None, self._call.active[0]):
+            self._run(shard=shard)
+            states.add(self._call.python_draws)
+        names = list(self._call.draws.names)
+        if names or len(states) > 1:
+            self._run_both(constant_draws=True)
+            if len(states) > 1 or self._call.draws.uncontrolled:
+                self._keep_beyond((self._run(seed=seed) for seed in range(1, 9)), _CHANCE_FACTOR)
+            if not (self._found and names == ["randperm"]):  # pairs that differ are no chance
+                self._name("random", ", ".join(names) or "numpy's or Python's")
+
+    def _perturb(self) -> None:
+        """Drops what parameters that are moved by rounding errors change as much."""
+        self._keep_beyond(
+            (self._run(perturbed=(self._eps, i)) for i in (1, 2, 3)), _ROUNDING_FACTOR
+        )
+
+    def _cut_after_transfer(self) -> None:
+        """A shard as the whole batch's transfer hooks leave it, beside the shard's own."""
+        keys = self._keys("loss", "gradient", "log", "output")
+        if keys and self._call.reports_loss:
+            late = self._run(shard=self._call.active[0], cut_late=True)
+            if differing(self._shards[0], late, self._eps).keys() & {*keys}:
+                self._name("transfer hook")
+
+    def _weigh_shards(self) -> None:
+        """Names a cause for a loss or gradients that differ."""
+        if not self._keys("loss", "gradient"):
+            return
+        known = dict(self._call.module.named_parameters())
+        made = [key.name for key in self._keys("gradient") if key.name not in known]
+        if made:
+            self._name("made in step", _listed(made))
+        elif self._call.reports_loss:
+            cause, *names = self._weights()
+            if cause and not (cause == "whole batch" and "transfer hook" in self._causes):
+                self._name(cause, *names)
+        elif not self._keys("output"):
+            self._name("output", "The backward of forward", sentence="forward")
+
+    def _weights(self) -> tuple[str, ...]:
+        """By which weights the shards' losses and gradients add up to those of the batch.
+
+        [Note: the shards' weights]
+        The joint loss is a weighted sum of the shards' losses, and so are its gradients. If some
+        weights give the loss and the gradients of the whole batch, the loss is a sum (weights 1),
+        a mean over samples (weights by sizes) or a mean over something else (whatever weights come
+        nearest). If none do, it depends on which samples are together.
+        """
+        sizes = [size for size in self._call.sizes if size]
+        sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
+        finite = [k for k, shard in enumerate(self._shards) if is_finite(shard)]  # no items: NaN
+        outcomes = [self._alone, self._split, *(self._shards[k] for k in finite)]
+        squares = products(outcomes).nan_to_num(0.0)  # the split ones may be NaN
+        inverse = torch.linalg.pinv(squares[2:, 2:], hermitian=True)
+        nearest_alone, nearest_split = (inverse @ squares[2:, :2]).T.tolist()
+
+        def adds_up(which: int, weights: Sequence[float]) -> bool:
+            """Whether the finite shards with these weights are alone (0) or split (1)."""
+            vector = torch.tensor([0.0, 0.0, *weights], dtype=torch.float64)
+            vector[which] = -1
+            off = vector @ squares @ vector / squares[which, which]
+            return float(off) <= max(self._eps, 1e-12)
+
+        for cause, weights in (("sum", sums), ("mean", means)):
+            if len(finite) == len(sizes) and adds_up(0, weights):
+                # The split's own weights are other ones, or shards are not what they are alone.
+                return (cause,) if adds_up(1, nearest_split) else ("",)
+        counts = [max(0.0, weight) for weight in nearest_alone]
+        counts = [count / (sum(counts) or 1.0) for count in counts]
+        if adds_up(0, counts):
+            shares = dict(zip(finite, counts, strict=True))
+            texts = [shares.get(k, 0.0) for k in range(len(sizes))], means
+            return ("items", *(", ".join(f"{w:.3f}" for w in of) for of in texts))
+        return ("whole batch",)
+
+    def _name_values(self) -> None:
+        """Names a cause for each kind of other values that differ."""
+        for kind in NAMES:
+            keys = self._keys(kind)
+            if kind == "log" and self._causes.keys() & {"whole batch", "transfer hook"}:
+                # A loss that is logged as well has its cause already.
+                alone, eps = self._alone, self._eps
+                keys = [key for key in keys if distance(alone.get(LOSS), alone.get(key), eps)]
+            if not keys or kind in ("loss", "gradient"):
+                continue
+            if kind != "output":
+                cause = "logged value" if kind == "log" else kind
+                self._name(cause, _listed([key.name for key in keys]))
+                continue
+            names = _listed([f"output{key.name}" for key in keys])
+            if not self._call.reports_loss:
+                self._name("output", names, sentence="forward")
+            else:
+                both = self._alone, self._split
+                shapes = [[getattr(of.get(key), "shape", ()) for key in keys] for of in both]
+                self._name("output" if shapes[0] == shapes[1] else "shapes", names)
+        if not self._causes.keys() - {*KNOWN}:
+            self._name("replicas")
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 # How closely
@@ -92,7 +292,8 @@ def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
 
     On GPUs that compute products with 10 bits of float32's 23 (TF32) it is larger.
     """
-    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    eps = max(torch.finfo(dtype).eps for dtype in floating or [torch.get_default_dtype()])
     if device_type != "cuda" or eps < 1e-9:
         return eps
     cudnn: Any = torch.backends.cudnn
@@ -157,90 +358,3 @@ def _is_number(value: Any) -> bool:
     """Whether it is a number, a tensor, or a NumPy array or scalar of numbers or truth values."""
     is_of_numbers = tree.is_array(value) and value.dtype.kind in "biufc"
     return is_of_numbers or isinstance(value, Tensor | float | int)
-
-
-# In which words
-
-
-@dataclass
-class Report:
-    """What the comparison of a call on one device and split over several has found.
-
-    Attributes:
-        option: the option that asks for the check, for messages.
-        name: what was called.
-        sizes: how many samples each device had.
-        differences: the values that differ beyond rounding and chance: on one device, and split.
-        causes: why, each with what to write instead; those in `KNOWN` are no mistake.
-        skipped: why nothing was compared; empty if it was.
-        raised: whether that was an error in the check.
-    """
-
-    option: str
-    name: str
-    sizes: Sizes = ()
-    differences: dict[Key, tuple[Any, Any]] = field(default_factory=dict)
-    causes: dict[str, str] = field(default_factory=dict)
-    skipped: str = ""
-    raised: bool = False
-
-    @property
-    def is_same(self) -> bool:
-        """Whether both gave the same numbers, but for what every data-parallel trainer has."""
-        return not (self.skipped or self.differences)
-
-    @property
-    def known(self) -> list[str]:
-        """The causes that are no mistake."""
-        return [text for cause, text in self.causes.items() if cause in KNOWN]
-
-    def __str__(self) -> str:
-        """The message, one line or one with a list."""
-        if self.skipped:
-            return f"{self.option}: {self.name} was not compared with one device: {self.skipped}"
-        used = [size for size in self.sizes if size]
-        cut = f"the first {sum(used)} samples, split as {', '.join(map(str, used))}"
-        if not self.differences:
-            but = "".join(f", but for this: {text.rstrip('.')}" for text in self.known)
-            return f"{self.option}: {self.name} gives the numbers of one device on {cut}{but}."
-        lines = [f"{self.option}: on {cut}, {self.name} does not give the numbers of one device."]
-        lines += [text for cause, text in self.causes.items() if cause not in KNOWN]
-        for kind, group in groupby(self.differences, lambda key: key.kind):
-            keys = list(group)
-            shown = keys[: 1 if kind == "gradient" else _SHOWN]
-            for key in shown:
-                alone, split = map(_short, self.differences[key])
-                name = NAMES[kind].format(key.name)
-                lines.append(f"{name}: {alone} on one device, {split} on {len(used)} devices")
-            if len(keys) > len(shown):
-                lines[-1] += f"; and {len(keys) - len(shown)} more"
-        return "\n- ".join(lines + self.known) + f"\n({self.option}=False turns this check off.)"
-
-
-def announce(
-    report: Report, *, asked: bool, info: Callable[[str], object] = log.info, stacklevel: int = 3
-) -> None:
-    """Warns of a difference, with the caller's `stacklevel`; says the rest at INFO or DEBUG.
-
-    Success is worth a line at INFO if the user has `asked` for the check.
-    """
-    if report.differences:
-        warnings.warn(str(report), stacklevel=stacklevel)
-    elif asked or report.raised or report.known:
-        info(str(report))
-    else:
-        log.debug("%s", report)
-
-
-def _short(value: Any) -> str:
-    """A value, at most as long as a few words."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, Tensor):
-        norm = f", norm {float(value.double().norm()):.9g}" if value.is_floating_point() else ""
-        return f"shape {tuple(value.shape)}{norm}"
-    if isinstance(value, list | tuple | dict):
-        return f"a {type(value).__name__} of {len(value)}"
-    if value is UNCHANGED:
-        return UNCHANGED
-    return f"{value:.9g}" if isinstance(value, float) else short_repr(value)

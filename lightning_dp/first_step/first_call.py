@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_dp.first_step.check import Call, check, copied, is_checking
-from lightning_dp.first_step.compare import Report
+from lightning_dp.first_step.call import Call, copied, is_checking
+from lightning_dp.first_step.compare import check
+from lightning_dp.first_step.report import Report
 from lightning_dp.parallel.apply import fewest_samples
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
@@ -148,10 +149,9 @@ def small_part(report: Report, engine: Engine, batch: Any, path: str = "", *, al
         n = engine.count_samples(batch) or 0
         active = map(bool, policy(n)) if is_fixed(policy) else [True] * len(engine.devices)
         sizes = unequal_sizes(n, list(active), fewest_samples(engine.module, path)) if n else ()
-        count = sum(sizes)
         if sum(map(bool, sizes)) < 2:
             return None
-        part = batch if n == count else engine.cut(batch, (count, n - count))[0]
+        part = engine.cut(batch, (sum(sizes), n - sum(sizes)))[0]
         part, report.sizes = tree.map_leaves(copied, part), sizes
         return part
     except Exception as error:

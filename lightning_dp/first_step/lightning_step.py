@@ -18,9 +18,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dp.first_step.check import Call, check
-from lightning_dp.first_step.compare import Key, Report, Values, announce
+from lightning_dp.first_step.call import Call
+from lightning_dp.first_step.compare import check
 from lightning_dp.first_step.first_call import SET_BY_RUNS, FirstCalls, small_part
+from lightning_dp.first_step.report import Key, Report, Values, announce
 from lightning_dp.first_step.snapshot import copy_to_cpu
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import StandIn, replaced
@@ -101,7 +102,7 @@ class FirstSteps:
         before = self.reports.get(self._method)
         if before is None or not before.differences:  # of several calls, the one that differs
             self.reports[self._method] = report
-        announce(report, asked=self.option is True, info=rank_zero_info, stacklevel=4)
+        announce(report, asked=self.option is True, info=rank_zero_info)
 
 
 class StepCall(Call):

@@ -35,7 +35,6 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_flatten
 
 from lightning_dp import DataParallel
-from lightning_dp.parallel.split import chunk, even
 
 CPU = torch.device("cpu")
 
@@ -185,20 +184,6 @@ def recurrent_layers_that_flatten_their_weights(net: nn.Module) -> Any:
     return train(net, "SGD")
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.cdouble))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(torch.cdouble) @ self.weight
-
-
-@law(LAWS, Complex)
-def complex_parameters(net: nn.Module) -> Any:
-    net(inputs(7)).abs().sum().backward()
-
-
 class Conditioned(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.condition + self.leaf * self.trained
@@ -331,15 +316,6 @@ def test_evaluation_keeps_the_mode_and_follows_training(wrap: Any, mode: Any) ->
     assert_same_module(wrapper, one)
 
 
-@pytest.mark.parametrize(("split", "sizes"), [("even", even), ("chunk", chunk)])
-def test_splits(wrap: Any, split: str, sizes: Any) -> None:
-    wrapper = wrap(perceptron().double(), k=4, split=split)
-    assert wrapper.last_sizes == ()
-    for n in (9, 4, 3, 1):
-        assert len(wrapper(inputs(n))) == n
-        assert wrapper.last_sizes == sizes(n, 4)
-
-
 # Devices
 
 
@@ -399,30 +375,6 @@ def test_a_module_elsewhere_is_refused_and_moved_to_a_single_device(on: str) -> 
 # State: whichever wrapper saved it
 
 
-class Versioned(nn.Module):
-    """State of a format with a number, and state that is no tensor."""
-
-    _version = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2))
-        self.extra: Any = None
-        self.loaded_version: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
-        self.loaded_version = local_metadata.get("version")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-
 class Confusing(nn.Module):
     """A submodule that is really called `module`, beside a parameter with its names."""
 
@@ -438,7 +390,7 @@ class OnlyModule(nn.Module):
         self.module = nn.Linear(2, 2)
 
 
-MODULES = [perceptron, lambda: nn.Sequential(nn.BatchNorm1d(3)), Versioned, Confusing, OnlyModule]
+MODULES = [perceptron, lambda: nn.Sequential(nn.BatchNorm1d(3)), Confusing, OnlyModule]
 
 
 def ours(module: nn.Module) -> DataParallel[nn.Module]:
@@ -459,7 +411,6 @@ def test_states_of_modules_and_of_wrappers_are_loaded(make: Any, saver: Any) -> 
     assert not result.missing_keys and not result.unexpected_keys and list(state) == before
     assert list(wrapper.state_dict()) == list(source.state_dict())
     assert_equal_trees(dict(wrapper.state_dict()), dict(source.state_dict()), "state", **EXACT)
-    assert make is not Versioned or wrapper.module.loaded_version == 3
     # The wrapper is a part of a bigger module, which loads and saves.
     bigger = lambda inner: nn.ModuleDict({"head": nn.Linear(1, 1), "body": inner})
     plain, wrapped = bigger(source), bigger(ours(make()))
@@ -615,23 +566,3 @@ def test_stages_of_a_subclass_or_of_a_wrapper_are_refused() -> None:
     for wrapper, name in ((OwnGather(perceptron(), ["cpu"] * 2), "gather"), (with_own, "scatter")):
         with pytest.raises(TypeError, match=rf"expected no stages of its own, got \['{name}'\]"):
             wrapper(inputs())
-
-
-class Delegates(DataParallel[nn.Module]):
-    """Whatever it does not have, the module has."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-
-def test_a_wrapper_that_hands_attributes_on_to_the_module() -> None:
-    one, net = pair(lambda: nn.Linear(4, 2))
-    wrapper = Delegates(net, ["cpu"] * 2)
-    assert wrapper.in_features == 4 and wrapper.weight is net.weight
-    assert_equal_trees(wrapper(inputs()), one(inputs()), "outputs", **EXACT)
-    with pytest.raises(AttributeError, match="nonsense"):
-        wrapper.nonsense  # noqa: B018  # reading it is what fails
-    wrapper.close()

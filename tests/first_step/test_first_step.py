@@ -5,7 +5,6 @@ Which losses, logs and outputs it names is the law table's, `test_laws`.
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import random
@@ -37,13 +36,11 @@ from support.oracle import (
 from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.first_step import Report, first_call
 from lightning_dp.first_step.compare import distance
 from lightning_dp.first_step.snapshot import Snapshot
-from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -100,7 +97,6 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "forward": (Contrastive, {"mode": "forward", "parallel_modules": ["net"]}),
     "forward, output elsewhere": (Classifier, {"mode": "forward", "output_device": 1}),
     "an idle device": (Classifier, {"weights": [0, 1, 2]}),
-    "adaptive": (Classifier, {"split": "adaptive", "output_device": "cpu"}),
     "by cost": (Costly, {"split": "cost"}),
     "bf16": (Classifier, {"precision": "bf16-mixed"}),
     "float64": (Classifier, {"precision": "64-true"}),
@@ -406,6 +402,7 @@ def epochs_in_process() -> Any:
         return [epoch(check, Leaving, 4) for check in (True, False)]
 
 
+@pytest.mark.slow
 def test_an_epoch_of_two_processes_with_the_check_is_that_without_to_the_bit() -> None:
     for (checked, left), (was_checked, expected) in run_in_processes(epochs_in_process, 2):
         assert checked and not was_checked
@@ -491,35 +488,6 @@ def test_a_snapshot_puts_everything_back() -> None:
         assert module.layer.weight.grad is None and not module.layer.weight._backward_hooks
     before.end()
     assert state(module) == pictured
-
-
-class Language(Classifier):
-    """A language model whose logits take more memory than its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(512, 16), nn.Linear(16, 512)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        [words] = batch
-        logits = self.head(self.embedding(words[:, :-1]))
-        return F.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
-
-
-@pytest.mark.usefixtures("on")
-@pytest.mark.sim_only("The CPU does not count its memory.")
-def test_the_check_takes_less_memory_than_a_step_whose_activations_dominate() -> None:
-    words = TensorDataset(torch.randint(0, 512, (64, 17)))
-    peaks = []
-    for check in (True, False):
-        gc.collect()
-        for device in devices_of(4):
-            reset_peak_memory(device)
-        strategy = DataParallelStrategy(check_first_step=check)
-        job = trainer(4, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
-        job.fit(Language(), DataLoader(words, 64))
-        peaks.append([usage.peak_bytes for usage in strategy.usage])
-    assert all(0 < a <= 1.02 * b for a, b in zip(*peaks, strict=True)), peaks
 
 
 # --- the drop-in ----------------------------------------------------------------------------------

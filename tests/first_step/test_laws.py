@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from laws import Cause, Contrastive, Normed
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from support.oracle import Classifier, trainer
 from torch import Tensor, nn
@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 N, K = 25, 3
 KNOWN = {"batch norm", "random"}
-NOT_SEEN = {"overlap": "none of the first nine samples is predicted to be of the class"}
-"""Rows that differ with other data only, each with the reason."""
 
 
 def variant(base: type[Any] = Classifier, /, **methods: Any) -> type[Any]:
@@ -65,8 +63,8 @@ def report_of(
             job.limit_val_batches = 0
             job.fit(module, data())
         else:
-            run = {"validation_step": job.validate, "test_step": job.test}
-            run.get(step, job.predict)(module, data())
+            run = job.validate if step == "validation_step" else job.predict
+            run(module, data())
     return strategy.first_step[step]
 
 
@@ -174,8 +172,8 @@ ROWS = [
 def test_pieces(table: str, cause: Cause, name: str) -> None:
     of, causes = TABLES[table]
     report = of(causes[cause][name])
-    assert_named(report, None if name in NOT_SEEN else cause)
-    if cause == "logged value" and name not in NOT_SEEN:
+    assert_named(report, cause)
+    if cause == "logged value":
         assert_named(report, "output")
 
 
@@ -209,15 +207,6 @@ def masked(self: Any, batch: Any, batch_idx: int) -> Any:
     return {"loss": loss, "num_items": valid.sum()} if self.counts else loss
 
 
-def weighted(self: Any, batch: Any, batch_idx: int) -> Any:
-    """The classes weigh differently."""
-    weight = torch.tensor([1.0, 7.0, 0.3])
-    loss: Any = F.cross_entropy(self(batch[0]), batch[1], weight)
-    if self.counts:
-        loss.num_items = weight[batch[1]].sum()
-    return loss
-
-
 def miscounted(self: Any, batch: Any, batch_idx: int) -> Any:
     """A mean over samples with a count of something else."""
     return {"loss": self.loss(batch), "num_items": (batch[0] > 0.5).sum()}
@@ -225,17 +214,6 @@ def miscounted(self: Any, batch: Any, batch_idx: int) -> Any:
 
 def summed(base: type[Any]) -> type[Any]:
     return variant(base, loss=lambda self, batch: base.loss(self, batch) * len(batch[0]))
-
-
-class InstanceNormed(Classifier):
-    """Normalizes each sample by itself, and keeps statistics of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(self.norm(x.view(-1, 2, 5)).flatten(1))
 
 
 class Dropping(Classifier):
@@ -292,16 +270,6 @@ def of_each(self: Any, batch: Any, dataloader_idx: int) -> Any:
     return [torch.where(x[:, :1] > 0, x.flip(1), x), batch[1]]
 
 
-class MixingData(LightningDataModule):
-    """Its hook mixes samples."""
-
-    def train_dataloader(self) -> Any:
-        return classes()
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return mixed(self, batch, dataloader_idx)
-
-
 class Timed(Classifier):
     """Logs a time, which differs from run to run."""
 
@@ -333,14 +301,6 @@ def makes_buffer(self: Any, batch: Any, batch_idx: int) -> Any:
     if "mean" not in dict(self.named_buffers()):
         self.register_buffer("mean", batch[0].mean(0))
     return F.cross_entropy(self(batch[0] - self.mean), batch[1])
-
-
-def makes_constant(self: Any, batch: Any, batch_idx: int) -> Any:
-    """A buffer that is the same on every replica, and a layer without parameters."""
-    if not hasattr(self, "drop"):
-        self.drop = nn.Identity()
-        self.register_buffer("steps", torch.arange(10.0))
-    return F.cross_entropy(self.drop(self(batch[0] + self.steps)), batch[1])
 
 
 def averages(self: Any, batch: Any) -> None:
@@ -393,19 +353,15 @@ def padded(self: Any, x: Tensor) -> Tensor:
 
 
 def counting(gathers: bool) -> type[Any]:
-    """Counts in a buffer, in whatever step."""
+    """Counts in a buffer."""
 
-    def count(self: Any, batch: Any, batch_idx: int) -> Any:
+    def count(self: Any, batch: Any, batch_idx: int) -> None:
         pairs = 3 * batch[1] + self(batch[0]).argmax(1)
         pairs = self.all_gather(pairs).flatten() if gathers else pairs
         self.confusion += torch.bincount(pairs, minlength=9).view(3, 3)
-        return batch[1]
-
-    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-        count(self, batch, batch_idx)
 
     init = holding(confusion=lambda: torch.zeros(3, 3))
-    return variant(init=init, validation_step=evaluate, test_step=evaluate, predict_step=count)
+    return variant(init=init, validation_step=count)
 
 
 kept = holding(kept=list)
@@ -415,14 +371,10 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     None: {
         "plain": Classifier,
         "masked and counted": variant(training_step=masked, counts=True),
-        "class weights, counted": variant(training_step=weighted, counts=True),
-        "statistics of instances": InstanceNormed,
         "dropout": Dropping,
-        "a logged time": Timed,
         "contrastive in forward mode": (Contrastive, {"mode": "forward"}),
         "mixup before the transfer": variant(on_before_batch_transfer=mixed),
         "each in the transfer": variant(on_after_batch_transfer=of_each),
-        "makes a constant": variant(training_step=makes_constant),
         "rows in a list": before(keeps_rows, init=kept),
         "valid rows in a list": before(keeps_valid, init=kept),
     },
@@ -438,7 +390,6 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     },
     "items": {
         "masked": variant(training_step=masked, counts=False),
-        "class weights": variant(training_step=weighted, counts=False),
     },
     "whole batch": {
         "contrastive": Contrastive,
@@ -447,7 +398,6 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     "transfer hook": {
         "mixup after the transfer": variant(on_after_batch_transfer=mixed),
         "centred in the transfer": variant(transfer_batch_to_device=centring),
-        "hooks of a data module": (Classifier, {"data": MixingData}),
     },
     "batch norm": {
         "batch norm": Normed,
@@ -457,7 +407,6 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
         "noise": variant(forward=noisy),
         "VAE": drawing(lambda x: x + torch.distributions.Normal(0.0, 1.0).rsample(x.shape).to(x)),
         "functional dropout": drawing(lambda x: F.dropout(x, 0.5)),
-        "paths": drawing(lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.7) / 0.7),
         "numpy": drawing(lambda x: x + torch.as_tensor(np.random.randn(*x.shape)).to(x)),
     },
     "not repeatable": {"noise elsewhere": variant(forward=noisy_elsewhere)},
@@ -487,17 +436,13 @@ EVALUATION: dict[Cause, dict[str, tuple[str, type[Any]]]] = {
             predicts(lambda self, x: self(self.norm(x)).softmax(1), init=in_eval),
         ),
         "gathered in validation": ("validation_step", counting(True)),
-        "gathered in predict": ("predict_step", counting(True)),
     },
     "output": {
         "centred": ("predict_step", predicts(lambda self, x: self(x) - self(x).mean(0))),
-        "shares": ("predict_step", predicts(lambda self, x: self(x).softmax(0))),
     },
     "shapes": {"padded": ("predict_step", predicts(padded))},
     "buffer": {
         "confusion in validation": ("validation_step", counting(False)),
-        "confusion in test": ("test_step", counting(False)),
-        "confusion in predict": ("predict_step", counting(False)),
     },
 }
 STEPS = [
@@ -516,9 +461,3 @@ STEPS = [
 )
 def test_steps(cause: Cause, kind: type[Any], options: dict[str, Any], step: str) -> None:
     assert_named(report_of(kind, step, **options), cause)
-
-
-def test_nearly_all_rows_that_differ_are_seen() -> None:
-    causes = [cause for _, cause, _ in ROWS] + [row[1] for row in STEPS]
-    differing = sum(cause is not None for cause in causes)
-    assert len(causes) >= 290 and differing >= 150 and len(NOT_SEEN) <= 0.05 * differing

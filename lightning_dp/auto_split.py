@@ -52,9 +52,9 @@ class AutoMode(Mode):
         super().__init__(mode.module, mode.transfer)
         self.engine, self._mode, self._split = mode.engine, mode, split
         self._trainer, self._to_check = trainer, to_check
-        root, output_device = mode.engine.devices[0], mode.engine.output_device
+        root = self.engine.devices[0]
         stays = isinstance(mode, ForwardMode) and not mode.moves_batch and root.type != "cpu"
-        self._can_be_alone = root == output_device and not stays
+        self._can_be_alone = root == self.engine.output_device and not stays
         # Of the latest batch:
         self.is_alone = False  # its step is the root's, without the engine
         self._step, self._num_samples = "", 0
@@ -75,7 +75,8 @@ class AutoMode(Mode):
                 self._timer.end()
                 self._timer.wait()  # a few steps of each round are timed
                 self._split.end(self._timer.device_seconds / self._num_batches)
-            self._begin(step, n)
+            self._timer = self._begin(step, n)
+            self._num_batches = 1
         self._step, self._num_samples, self.dataloader_idx = step, n, dataloader_idx
         is_one = bool(n and step and self._split.num_devices == 1)
         was_alone, self.is_alone = self.is_alone, is_one and self._can_be_alone
@@ -87,15 +88,17 @@ class AutoMode(Mode):
             return self.transfer(batch, self.engine.devices[0], dataloader_idx=dataloader_idx)
         return self._mode.batch(batch, dataloader_idx)
 
-    def _begin(self, step: str, n: int) -> None:
-        self._num_batches, self._timer = 1, None
+    def _begin(self, step: str, n: int) -> DeviceTimer | None:
+        """Decides how many devices work from here on; returns a timer if the time is wanted."""
         is_even = torch.are_deterministic_algorithms_enabled()
         if not n or not step or is_even:
             self._split.use_all(evenly=is_even)
-            return
+            return None
         kind = step if isinstance(self._mode, StepMode) else None
-        if self._split.begin(step, n, is_settled=self.engine.executor.is_settled(kind)):
-            self._timer = DeviceTimer([*self.engine.devices, self.engine.output_device])
+        is_settled = self.engine.executor.is_settled(kind)
+        is_timed = self._split.begin(step, n, is_settled=is_settled)
+        devices = [*self.engine.devices, self.engine.output_device]
+        return DeviceTimer(devices) if is_timed else None
 
     def _count(self, batch: Any) -> int:
         """The samples of a batch; 0 where that is not known, and the step raises the error."""

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_dp.first_step.call import Call, copied, is_checking
 from lightning_dp.first_step.compare import check
 from lightning_dp.first_step.report import Report
+from lightning_dp.first_step.snapshot import copy_to_cpu
 from lightning_dp.parallel.apply import fewest_samples
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
@@ -99,9 +100,9 @@ class ForwardCall(Call):
 
         A plain sum would have zero gradients behind a softmax or layer norm.
         """
-        leaves = tree.places(output)
-        self._of_root = self._of_root or dict(leaves)
-        leaves = [(path, self._joined(path, leaf)) for path, leaf in leaves]
+        if self._of_root is None:
+            self._of_root = dict(tree.places(copy_to_cpu(output)))
+        leaves = [(path, self._joined(path, leaf)) for path, leaf in tree.places(output)]
         trains = torch.is_grad_enabled() and self.engine.is_training
         terms = []
         for _, leaf in leaves if trains else ():
@@ -158,14 +159,10 @@ def small_part(report: Report, engine: Engine, batch: Any, path: str = "", *, al
         report.skipped = f"{type(error).__name__}: {error}"
 
 
-def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Sizes:
+def unequal_sizes(batch_size: int, active: Sequence[bool], least: int) -> Sizes:
     """About three samples per active replica, more for earlier ones, and at least `least` each.
 
     At least two each where there are enough, since a deviation over samples needs two.
-
-    Example:
-        >>> unequal_sizes(100, [True] * 4), unequal_sizes(5, [False, True, True])
-        ((4, 3, 3, 2), (0, 3, 2))
     """
     k = sum(active)
     n = min(batch_size, SAMPLES * k)

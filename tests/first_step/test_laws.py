@@ -264,12 +264,6 @@ def centring(self: Any, batch: Any, device: torch.device, dataloader_idx: int) -
     return [x - x.mean(0), y]
 
 
-def of_each(self: Any, batch: Any, dataloader_idx: int) -> Any:
-    """Of each sample by itself, and some of them."""
-    x = F.normalize(batch[0].clamp(-2, 2), dim=1)
-    return [torch.where(x[:, :1] > 0, x.flip(1), x), batch[1]]
-
-
 class Timed(Classifier):
     """Logs a time, which differs from run to run."""
 
@@ -374,7 +368,6 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
         "dropout": Dropping,
         "contrastive in forward mode": (Contrastive, {"mode": "forward"}),
         "mixup before the transfer": variant(on_before_batch_transfer=mixed),
-        "each in the transfer": variant(on_after_batch_transfer=of_each),
         "rows in a list": before(keeps_rows, init=kept),
         "valid rows in a list": before(keeps_valid, init=kept),
     },

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 from torch import nn
 
 from lightning_dp.checkpointing.state_keys import match_keys, normalize_state_dict
-from lightning_dp.first_step import SET_BY_RUNS, FirstCalls, Report, announce
+from lightning_dp.first_step import FirstCalls, Report, announce, set_by_runs
 from lightning_dp.parallel.apply import EXECUTORS, ExecutorName
 from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import (
@@ -155,8 +155,8 @@ class DataParallel(nn.Module, Generic[Module]):
     @property
     def first_call(self) -> Report | None:
         """What `check_first_call` has found in the latest call that it looked at."""
-        calls: FirstCalls | None = self._engine and self._engine.first_calls
-        return calls and calls.latest
+        calls: FirstCalls | None = None if self._engine is None else self._engine.first_calls
+        return None if calls is None else calls.latest
 
     def _make_engine(self) -> ForwardParallel:
         # Nothing here refers to the wrapper: its threads end when it is garbage collected.
@@ -173,7 +173,7 @@ class DataParallel(nn.Module, Generic[Module]):
         if self._check_first_call:
             asked = self._check_first_call is True
             engine.first_calls = FirstCalls(
-                partial(make, split=SET_BY_RUNS, executor="inorder"),
+                partial(make, split=set_by_runs, executor="inorder"),
                 "check_first_call",
                 always=asked,
                 found=partial(announce, asked=asked),

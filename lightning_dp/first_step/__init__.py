@@ -9,7 +9,7 @@ The *root* is the first device, on which the user's module is. *Alone* is a call
 the whole small batch or with one shard of it; *split* is the same call on the replicas.
 """
 
-from lightning_dp.first_step.first_call import SET_BY_RUNS as SET_BY_RUNS
 from lightning_dp.first_step.first_call import FirstCalls as FirstCalls
+from lightning_dp.first_step.first_call import set_by_runs as set_by_runs
 from lightning_dp.first_step.report import Report as Report
 from lightning_dp.first_step.report import announce as announce

@@ -60,7 +60,7 @@ class Comparison:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._eps = self._rounding({p.dtype for p in call.module.parameters()})
-        self._options: dict[str, bool] = {}
+        self._options: dict[str, Any] = {}
         self._causes: dict[str, str] = {}
         self._unstable: set[Key] = set()  # values of no run but one, such as a logged time
         self._run_both()

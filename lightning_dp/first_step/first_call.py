@@ -19,15 +19,18 @@ from lightning_dp.parallel.apply import fewest_samples
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.split import Sizes, SplitPolicy, fitted, is_fixed, weighted
+from lightning_dp.parallel.split import Sizes, fitted, is_fixed, weighted
 from lightning_dp.parallel.torch_private import backward_id, saved_tensors_functions
 
 SAMPLES = 3
 """Samples per replica in the part of the batch that is checked."""
-SET_BY_RUNS: SplitPolicy = tuple
-"""How an engine of the check's own splits until a run of a `Call` says it."""
 MOST_BYTES = 4 * 2**30
 """Of parameters and buffers, which the check copies: above that `"auto"` leaves it out."""
+
+
+def set_by_runs(n: int) -> Sizes:
+    """How an engine of the check's own splits, until a run of a `Call` says it."""
+    raise NotImplementedError
 
 
 @dataclass

@@ -182,13 +182,12 @@ def announce(report: Report, *, asked: bool, info: Callable[[str], object] = log
 
 def _short(value: Any) -> str:
     """A value, at most as long as a few words."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() > 1:
         norm = f", norm {float(value.double().norm()):.9g}" if value.is_floating_point() else ""
         return f"shape {tuple(value.shape)}{norm}"
     if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
     if value is UNCHANGED:
         return UNCHANGED
-    return f"{value:.9g}" if isinstance(value, float) else short_repr(value)
+    number = value.item() if isinstance(value, Tensor) and value.numel() else value
+    return f"{number:.9g}" if isinstance(number, float) else short_repr(number)

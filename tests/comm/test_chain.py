@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.device_kinds import on_separate
 from support.oracle import devices_of
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.comm import Packing, buckets, chain, wait_for_copies
-from lightning_dp.parallel.reduce import reduce_gradients
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
 PLACES = [(0, 1), (2, 0, 1, 3), (0, 1, 1, 2, 2), (1, 0, 2, 0)]
@@ -74,17 +72,15 @@ class Copies:
                 assert torch.equal(own.cpu(), source.cpu())
 
 
-def add_up(packing: Packing, rows: Sequence[Sequence[Tensor]], ready: Any = None) -> None:
-    """Adds the rows of all replicas to the first one; waits if no events are given."""
+def add_up(packing: Packing, rows: Sequence[Sequence[Tensor]]) -> None:
+    """Adds the rows of all replicas to the first one; waits for the sums."""
     devices = list(dict.fromkeys(row[0].device for row in rows))
-    streams = map(torch.accelerator.current_stream, devices)
-    events = [stream.record_event() for stream in streams] if ready is None else ready
+    events = [torch.accelerator.current_stream(device).record_event() for device in devices]
     for j, bucket in enumerate(packing.buckets):
         own = [bucket.of(row) for row in rows]
         assert all(map(bucket.is_whole, own))
         packing.add_up(j, own, events)
-    if ready is None:
-        wait_for_copies(devices)
+    wait_for_copies(devices)
 
 
 # Which tensors share a bucket, and how they lie in it
@@ -200,50 +196,3 @@ def test_sums_and_parameters_share_buffers_in_order(places: tuple[int, ...]) -> 
         for own, (first, *others) in zip(tensors, rows, strict=True):
             torch.testing.assert_close(own.cpu(), first + 3 * sum(others))
     packing.send(sums, targets)
-
-
-def test_terms_may_lie_otherwise_than_the_sum_but_for_slices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Slices of a large tensor need one layout."""
-    devices, shape = devices_of(3), (8, 16, 16, 16)
-    rows = [[torch.randn(shape).to(device)] for device in devices]
-    rows[1][0] = rows[1][0].to(memory_format=torch.channels_last)
-    right = sum(row[0].cpu() for row in rows)
-    add_up(Packing(rows[0]), rows)
-    torch.testing.assert_close(rows[0][0].cpu(), right)
-    monkeypatch.setattr(buckets, "PIECE_BYTES", 2**12)
-    packing = Packing(rows[0])
-    assert len(packing.buckets[0].pieces(rows[0])) == 32
-    assert [packing.buckets[0].is_whole(row) for row in rows] == [True, False, True]
-
-
-def test_gradients_that_are_conjugates_of_what_lies_in_memory() -> None:
-    """Torch conjugates and negates when it reads: a copy of the memory would not have it."""
-    root, other = devices_of(2)
-    values = torch.complex(*torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)))
-    rows = [[nn.Parameter(torch.zeros_like(v).to(root)) for v in (values, values.imag)]]
-    rows.append([p.detach().to(other).requires_grad_() for p in rows[0]])
-    rows[1][0].grad = values.to(other).conj()
-    rows[1][1].grad = rows[1][0].grad.imag
-    for p in rows[0]:
-        p.grad = torch.zeros_like(p)
-    reduce_gradients(rows)
-    assert torch.equal(rows[0][0].grad.cpu(), values.conj())
-    assert torch.equal(rows[0][1].grad.cpu(), -values.imag)
-
-
-@pytest.mark.sim_only("A GPU does not say that nothing orders two accesses.")
-@pytest.mark.usefixtures("sizes")
-def test_sums_start_when_their_events_have_come() -> None:
-    """Not when the current streams are through with what came after."""
-    devices = devices_of(3)
-    rows = [tensors_on(device, k) for k, device in enumerate(devices)]
-    right = [sum(t.cpu() for t in own) for own in zip(*rows, strict=True)]
-    packing = Packing(rows[0])
-    add_up(packing, rows, [torch.accelerator.current_stream(d).record_event() for d in devices])
-    with pytest.raises(torch.sim.RaceError):
-        rows[0][0] + 1
-    wait_for_copies(devices)
-    for total, own in zip(rows[0], right, strict=True):
-        torch.testing.assert_close(total.cpu(), own)

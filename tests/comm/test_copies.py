@@ -9,7 +9,6 @@ from support import oracle
 from support.device_kinds import on_accelerators, on_separate
 from torch import Tensor, nn
 
-from lightning_dp.parallel.comm import gradients_on
 from lightning_dp.parallel.devices import allocated_memory, reset_peak_memory
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.split import split_policy
@@ -103,25 +102,6 @@ def test_no_device_holds_another_replicas_activations(
     engine.close()
     peaks = [usage.peak_bytes for usage in engine.usage]
     assert min(peaks) > 0 and max(peaks) / min(peaks) < 1.15
-
-
-def test_weights_and_gradients_elsewhere_keep_their_strides(devices: list[torch.device]) -> None:
-    """Weights that are channels_last, a weight of odd strides, and two dtypes."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Linear(5, 7)).to(devices[0])
-    net = net.to(memory_format=torch.channels_last)
-    net[2].weight.data = torch.randn(5, 7, device=devices[0]).t()
-    net[2].bias.data = net[2].bias.data.double()
-    strides = lambda tensors: [tensor.stride() for tensor in tensors]
-    replicas = Replicas(net, devices)
-    assert strides(replicas.parameters[2]) == strides(net.parameters())
-    net[2].weight.data = torch.randn(7, 5, device=devices[0])
-    net[0].weight.data = torch.randn(6, 3, 3, 3, device=devices[0])
-    replicas.refresh()
-    for own, root in zip(replicas.parameters[2], net.parameters(), strict=True):
-        assert own.dtype == root.dtype and torch.equal(own.cpu(), root.cpu())
-    *moved, nothing = gradients_on(devices[1], [*replicas.parameters[2], None])
-    assert nothing is None
-    assert strides(moved) == strides(replicas.parameters[2]) == strides(net.parameters())
 
 
 def test_an_old_graph_sees_that_weights_have_changed(devices: list[torch.device]) -> None:

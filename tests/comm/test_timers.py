@@ -13,7 +13,6 @@ from support.oracle import devices_of
 from torch import Tensor, nn
 
 from lightning_dp.parallel.apply import collectives
-from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.step import StepParallel
 
 pytestmark = [on_separate, pytest.mark.usefixtures("on")]
@@ -26,7 +25,6 @@ class SlowDevices:
     """
 
     clocks: ClassVar[Counter[torch.device]] = Counter()
-    are_through = True
 
     def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
         assert enable_timing
@@ -35,7 +33,7 @@ class SlowDevices:
         self.at = SlowDevices.clocks[stream.device]
 
     def query(self) -> bool:
-        return SlowDevices.are_through
+        return True
 
     def elapsed_time(self, other: SlowDevices) -> float:
         return (other.at - self.at) * 1e3
@@ -56,27 +54,8 @@ class SlowDevices:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowDevices]]:
     monkeypatch.setattr(torch, "Event", SlowDevices)
-    monkeypatch.setattr(SlowDevices, "are_through", True)
     yield SlowDevices
     SlowDevices.clocks.clear()
-
-
-def test_a_timer_counts_what_its_devices_do_in_between(slow: type[SlowDevices]) -> None:
-    one, two = devices_of(2)
-    slow.work(one, 1.0)
-    timers = [DeviceTimer([one]), DeviceTimer([two])]
-    slow.work(one, 2.0)
-    slow.work(two, 3.0)
-    both = DeviceTimer([one, two, one, torch.device("cpu")])
-    slow.work(one, 4.0)
-    assert not timers[0].is_over(), "its end has not been issued"
-    for timer in [*timers, both]:
-        timer.end()
-    slow.work(one, 4.0)
-    assert [timer.seconds for timer in timers] == [6.0, 3.0]
-    assert both.seconds == both.device_seconds == 4.0 and both.is_over()
-    slow.are_through = False
-    assert not both.is_over()
 
 
 class Working(nn.Module):

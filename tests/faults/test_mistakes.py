@@ -133,23 +133,27 @@ MODULES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "validation raises": (in_step(lambda m, loss: m.nowhere, "validation"), {}),
 }
 
-EVALUATED: dict[str, tuple[str, Step]] = {
-    "test logs a str": ("test", LOGGED["a str"]),
-    "predict logs": ("predict", log("x", 1.0)),
-    "test trains by hand": ("test", loss_and(lambda m, loss: m.manual_backward(loss))),
-    "predict asks for what is not there": ("predict", lambda m, loss: m.nowhere),
+MODULES |= {
+    "test: logs a str": (in_step(LOGGED["a str"], "test"), {}),
+    "predict: logs": (in_step(log("x", 1.0), "predict"), {}),
+    "test: trains by hand": (
+        in_step(loss_and(lambda m, loss: m.manual_backward(loss)), "test"),
+        {},
+    ),
+    "predict: asks for what is not there": (in_step(lambda m, loss: m.nowhere, "predict"), {}),
 }
-
-SLOW = pytest.mark.slow
-MODES = ["step", pytest.param("forward", marks=SLOW)]
+"""Whose names begin with the entry point, if it is not `fit`."""
 
 
-def mistake(do: Callable[[Any], Any], devices: int, strategy: Any, **options: Any) -> Any:
-    """The type and the text of the error that somebody's use of a Trainer comes to."""
+def mistake(name: str, devices: int, strategy: Any) -> Any:
+    """The type and the text of the error that the use of a Trainer comes to."""
+    make, options = MODULES[name]
+    entry, _, rest = name.partition(": ")
     torch.manual_seed(0)
     job = trainer(devices, strategy, max_epochs=1, limit_train_batches=2, **options)
+    data = [loader()] if rest else [loader(), loader()]
     try:
-        do(job)
+        getattr(job, entry if rest else "fit")(make(), *data)
     except Exception as error:
         return type(error), re.sub(r", device='\w+:0'", "", str(error))
     return None
@@ -157,25 +161,10 @@ def mistake(do: Callable[[Any], Any], devices: int, strategy: Any, **options: An
 
 @functools.cache
 def on_one(name: str) -> Any:
-    make, options = MODULES[name]
-    return mistake(lambda job: job.fit(make(), loader(), loader()), 1, "auto", **options)
+    return mistake(name, 1, "auto")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["step", pytest.param("forward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_fit_ends_in_the_same_words(on: str, name: str, mode: Any) -> None:
-    make, options = MODULES[name]
-    own = DataParallelStrategy(mode=mode)
-    told = mistake(lambda job: job.fit(make(), loader(), loader()), 3, own, **options)
-    assert told == on_one(name)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", EVALUATED)
-def test_an_evaluation_ends_in_the_same_words(on: str, name: str, mode: Any) -> None:
-    stage, step = EVALUATED[name]
-    own: Any = DataParallelStrategy(mode=mode)
-    make = in_step(step, stage)
-    one = mistake(lambda job: getattr(job, stage)(make(), loader()), 1, "auto")
-    told = mistake(lambda job: getattr(job, stage)(make(), loader()), 3, own)
-    assert told == one is not None
+def test_it_ends_in_the_same_words(on: str, name: str, mode: Any) -> None:
+    assert mistake(name, 3, DataParallelStrategy(mode=mode)) == on_one(name) is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_dp import DataParallelStrategy
 
@@ -223,3 +224,47 @@ class Spread(Wide):
 
     loss = Classifier.loss
     predict_step = Classifier.predict_step
+
+
+class Total(Metric):
+    """Runs out of memory in an update with the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), "sum")
+
+    def update(self, x: Tensor) -> None:
+        self.total += x.sum()
+        if len(x) > 20:
+            x.new_empty(10**12)
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Measuring(Classifier):
+    """Measures in a forward, which in forward mode is spread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.total = self.net.double(), Total()
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.total.update(x.detach())
+        return self.net(x)
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.usefixtures("unchecked")
+def test_no_room_for_the_whole_batch_is_an_error_that_names_the_metric(
+    mode: Any, room: Any
+) -> None:
+    """Other sizes of shards would not help: the metric gets the whole batch."""
+    for device in range(3):
+        room(device, 2**30)
+    text = r"Expected room.*out of memory.*in update of the metric total \(Total\).*smaller"
+    with pytest.raises(RuntimeError, match=text) as caught:
+        job = trainer(3, DataParallelStrategy(mode=mode), precision="64-true")
+        job.fit(Measuring(), loader(), loader(3))
+    assert not isinstance(caught.value, torch.OutOfMemoryError)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_kinds import not_on_sim, on_separate
+from support.device_kinds import not_on_sim
 from support.forward_twins import (
     CHECKPOINTED,
     EXACT,
@@ -20,7 +20,7 @@ from support.forward_twins import (
     said,
     update,
 )
-from support.oracle import assert_equal_trees, devices_of, gradients, names_of
+from support.oracle import assert_equal_trees, gradients, names_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -428,28 +428,6 @@ def test_named_submodules_are_spread_too_and_inside_of_a_spread_call_only_once()
 
     compare(make, use, parallel_modules=["encoder", "head", "encoder"], executor="inorder")
     assert seen == [3, 2, 1, 3, 2, 1]
-
-
-# Devices
-
-
-@on_separate
-@pytest.mark.parametrize("place", ["cpu", "one", "other"])
-def test_inputs_may_be_anywhere_and_get_their_gradients_there(place: str) -> None:
-    net = perceptron().double()
-    one = copy.deepcopy(net)
-    _, one_of_them, _, output_device, other = devices_of(5)
-    places = {"one": one_of_them, "other": other}
-    with engine_of(net, output_device=output_device) as engine, engine.spreading():
-        x = inputs().to(places.get(place, place)).requires_grad_()
-        y = net(x)
-        y.square().sum().backward()
-    expected = inputs().requires_grad_()
-    one(expected).square().sum().backward()
-    assert y.device == output_device and x.grad.device == torch.device(places.get(place, place))
-    assert_equal_trees(x.grad, expected.grad, "gradient", **EXACT)
-    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
-    assert {p.grad.device for p in net.parameters()} == {devices_of(1)[0]}
 
 
 @law(LAWS, lambda: nn.GRU(4, 3), dim=1)

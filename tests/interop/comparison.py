@@ -12,6 +12,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 from support import oracle
 from torch import Tensor, nn
@@ -169,6 +170,18 @@ def compare(
     assert max(found.parameters, found.predictions) <= job.close, found
     assert found.logs <= (job.close_logs or job.close), found
     return found
+
+
+def as_one_device(*cases: tuple[Job, dict[str, Any]]) -> Any:
+    """A test that trains jobs with options of the strategy (`trainer`: those of a Trainer)."""
+    ids = [f"{job.model}-{options.get('mode', 'step')}" for job, options in cases]
+
+    @pytest.mark.parametrize(("job", "options"), cases, ids=ids)
+    def test(on: str, job: Job, options: dict[str, Any], record_property: Any) -> None:
+        found = compare(job, on, **options)
+        record_property("interop", job.row(options.get("mode", "step"), on, found))
+
+    return test
 
 
 def distance(actual: Any, expected: Any, name: str) -> float:

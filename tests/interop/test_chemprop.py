@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparison import Job, compare
+from comparison import Job, as_one_device, compare
 from torch.utils.data import DataLoader
 
 pytest.importorskip("chemprop")
@@ -93,12 +93,6 @@ def test_graphs_in_one_piece_are_refused_by_name(on: str) -> None:
         compare(whole, on)
 
 
-def test_step_mode(on: str, record_property: Any) -> None:
-    record_property("interop", MPNN.row("step", on, compare(MPNN, on)))
-
-
-def test_forward_mode(on: str, record_property: Any) -> None:
-    """The step calls layers and not the module: the one with the work, a row per atom, is named."""
-    named = {"parallel_modules": ["message_passing"], "gather_overrides": {"": "cat"}}
-    found = compare(MPNN, on, mode="forward", **named)
-    record_property("interop", MPNN.row("forward", on, found))
+# The step calls layers and not the module: the one with the work, a row per atom, is named.
+NAMED = {"parallel_modules": ["message_passing"], "gather_overrides": {"": "cat"}}
+test_as_one_device = as_one_device((MPNN, {}), (MPNN, {"mode": "forward", **NAMED}))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comparison import Job, compare, distance
+from comparison import Job, as_one_device, distance
 from lightning.pytorch import LightningModule
 from support import oracle
 from torch.utils.data import DataLoader
@@ -90,20 +90,13 @@ def job(name: str, make: Any) -> Job:
 DEEPAR, FEED_FORWARD = job("DeepAR", deepar), job("SimpleFeedForward", feed_forward)
 
 
-@pytest.mark.parametrize("job", [DEEPAR, FEED_FORWARD], ids=lambda job: job.model)
-def test_step_mode(on: str, job: Job, record_property: Any) -> None:
-    record_property("interop", job.row("step", on, compare(job, on)))
-
-
-@pytest.mark.parametrize(
-    "job, names",
-    [(DEEPAR, ["model.rnn", "model.param_proj"]), (FEED_FORWARD, ["model"])],
-    ids=["DeepAR", "SimpleFeedForward"],
+# The step does not call the module but its parts: these are named.
+test_as_one_device = as_one_device(
+    (DEEPAR, {}),
+    (DEEPAR, {"mode": "forward", "parallel_modules": ["model.rnn", "model.param_proj"]}),
+    (FEED_FORWARD, {}),
+    (FEED_FORWARD, {"mode": "forward", "parallel_modules": ["model"]}),
 )
-def test_forward_mode(on: str, job: Job, names: list[str], record_property: Any) -> None:
-    """The step does not call the module but its parts: these are named."""
-    found = compare(job, on, mode="forward", parallel_modules=names)
-    record_property("interop", job.row("forward", on, found))
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:Using a non-tuple")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import Job, compare
+from comparison import Job, as_one_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -140,15 +140,5 @@ GPT = Job("transformers", "GPT-2", writer, unlabelled, trainer=DOUBLE, close=1e-
 GPT_BY_HAND = Job("transformers", "GPT-2", lambda: writer(WriterByHand), unlabelled, trainer=DOUBLE)
 
 
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_classifier(on: str, mode: str, record_property: Any) -> None:
-    record_property("interop", BERT.row(mode, on, compare(BERT, on, mode=mode)))
-
-
-def test_language_model_in_step_mode(on: str, record_property: Any) -> None:
-    record_property("interop", GPT.row("step", on, compare(GPT, on)))
-
-
-def test_language_model_in_forward_mode(on: str, record_property: Any) -> None:
-    found = compare(GPT_BY_HAND, on, mode="forward")
-    record_property("interop", GPT_BY_HAND.row("forward", on, found))
+FORWARD = {"mode": "forward"}
+test_as_one_device = as_one_device((BERT, {}), (BERT, FORWARD), (GPT, {}), (GPT_BY_HAND, FORWARD))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import Job, compare
+from comparison import Job, as_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -126,23 +126,13 @@ SIMSIAM = job("SimSiam", SimSiam, of_two_views)
 SIMCLR = job("SimCLR", SimCLR, of_two_views)
 
 
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_classifier(on: str, mode: str, record_property: Any) -> None:
-    record_property("interop", FINETUNED.row(mode, on, compare(FINETUNED, on, mode=mode)))
-
-
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_sim_siam(on: str, mode: str, record_property: Any) -> None:
-    """Its heads normalise by the batch, and its validation calls the backbone alone."""
-    options: dict[str, Any] = {"mode": mode}
-    if mode == "forward":
-        options["parallel_modules"] = ["backbone"]
-    found = compare(SIMSIAM, on, {"sync_batchnorm": True}, **options)
-    record_property("interop", SIMSIAM.row(mode, on, found))
-
-
-def test_sim_clr(on: str, record_property: Any) -> None:
-    """Its loss is over all pairs of the batch, which is what forward mode is for."""
-    options = {"mode": "forward", "parallel_modules": ["backbone"]}
-    found = compare(SIMCLR, on, {"sync_batchnorm": True}, **options)
-    record_property("interop", SIMCLR.row("forward", on, found))
+# Heads normalise by the batch, and validation calls the backbone alone.
+SYNCED: dict[str, Any] = {"trainer": {"sync_batchnorm": True}}
+BACKBONE = {"mode": "forward", "parallel_modules": ["backbone"], **SYNCED}
+test_as_one_device = as_one_device(
+    (FINETUNED, {}),
+    (FINETUNED, {"mode": "forward"}),
+    (SIMSIAM, SYNCED),
+    (SIMSIAM, BACKBONE),
+    (SIMCLR, BACKBONE),  # its loss is over all pairs of the batch
+)

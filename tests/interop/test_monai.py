@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import Job, compare
+from comparison import Job, as_one_device
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
@@ -101,6 +101,4 @@ def predict(module: LightningModule, trainer: dict[str, Any]) -> list[Any]:
 UNET = Job("MONAI", "UNet", Segmentation, loader, predict=predict, trainer={"precision": "64-true"})
 
 
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_segmentation(on: str, mode: str, record_property: Any) -> None:
-    record_property("interop", UNET.row(mode, on, compare(UNET, on, mode=mode)))
+test_as_one_device = as_one_device((UNET, {}), (UNET, {"mode": "forward"}))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from comparison import Job, compare
+from comparison import Job, as_one_device
 from torch.utils.data import DataLoader
 
 pytest.importorskip("neuralforecast")
@@ -77,11 +77,6 @@ NHITS_JOB = Job(
 )
 
 
-def test_step_mode(on: str, record_property: Any) -> None:
-    """Validation keeps a pair for each batch, of a sum and a count, which is no row of samples."""
-    found = compare(NHITS_JOB, on, gather_overrides={"validation_step_outputs": "sum"})
-    record_property("interop", NHITS_JOB.row("step", on, found))
-
-
-def test_forward_mode(on: str, record_property: Any) -> None:
-    record_property("interop", NHITS_JOB.row("forward", on, compare(NHITS_JOB, on, mode="forward")))
+# Validation keeps a pair for each batch, of a sum and a count, which is no row of samples.
+SUMS = {"gather_overrides": {"validation_step_outputs": "sum"}}
+test_as_one_device = as_one_device((NHITS_JOB, SUMS), (NHITS_JOB, {"mode": "forward"}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparison import Job, compare
+from comparison import Job, as_one_device, compare
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -121,10 +121,8 @@ def job(shortest: int, cls: type[Any] = forecasting.TemporalFusionTransformer) -
 EQUAL, UNEQUAL = job(HISTORY), job(HISTORY // 2, Cut)
 
 
-@pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.parametrize("job", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
-def test_transformer(on: str, job: Job, mode: str, record_property: Any) -> None:
-    record_property("interop", job.row(mode, on, compare(job, on, mode=mode)))
+FORWARD = {"mode": "forward"}
+test_as_one_device = as_one_device((EQUAL, {}), (EQUAL, FORWARD), (UNEQUAL, {}), (UNEQUAL, FORWARD))
 
 
 def test_padding_that_is_longer_than_the_shard_is_an_error(on: str) -> None:

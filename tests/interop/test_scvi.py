@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comparison import Job, compare, distance
+from comparison import Job, as_one_device, distance
 from torch.utils.data import DataLoader
 
 pytest.importorskip("scvi")
@@ -65,16 +65,11 @@ def cells() -> DataLoader[Any]:
 VAE = Job("scvi-tools", "SCVI", plan, cells, trainer={"precision": "64-true"})
 
 
-def test_step_mode(on: str, record_property: Any) -> None:
-    record_property("interop", VAE.row("step", on, compare(VAE, on)))
-
-
-def test_forward_mode(on: str, record_property: Any) -> None:
-    """The module returns its loss, and sums over cells, which have to be told from means."""
-    sums = dict.fromkeys(("reconstruction_loss_sum", "kl_local_sum"), "sum")
-    overrides = {"loss": "mean", "kl_global_sum": "mean", **sums}
-    found = compare(VAE, on, mode="forward", gather_overrides=overrides)
-    record_property("interop", VAE.row("forward", on, found))
+# The module returns its loss, and sums over cells, which have to be told from means.
+SUMS = dict.fromkeys(("reconstruction_loss_sum", "kl_local_sum"), "sum")
+OVERRIDES = {"loss": "mean", "kl_global_sum": "mean", **SUMS}
+FORWARD = {"mode": "forward", "gather_overrides": OVERRIDES}
+test_as_one_device = as_one_device((VAE, {}), (VAE, FORWARD))
 
 
 def test_the_librarys_own_trainer(on: str) -> None:

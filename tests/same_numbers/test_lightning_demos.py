@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -94,28 +93,20 @@ def fit(make: Any, data: Any, devices: int, **strategy: Any) -> Any:
     return module.state_dict(), dict(job.callback_metrics)
 
 
-@cache
-def one_device(name: str) -> Any:
-    make, data, _ = MODULES[name]
-    return fit(make, data, 1)
-
-
-@pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("name", MODULES)
 def test_demo_modules_are_trained_as_on_one_device(
-    name: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "transformer":  # an exponential of floats, on the device, says which place it is
         monkeypatch.setitem(oracle.GPU_ROUNDING, torch.float64, 1e-8)
     torch.set_default_dtype(torch.float64)
     make, data, strategy = MODULES[name]
-    several = fit(make, data, devices, **strategy)
-    assert_equal_trees(several, one_device(name), name, atol=1e-10, rtol=0)
+    results = [fit(make, data, devices, **strategy) for devices in (3, 1)]
+    assert_equal_trees(*results, name, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("kind", [boring.BoringDataModule, boring.BoringDataModuleNoLen])
-def test_demo_data_modules(kind: Any, devices: int) -> None:
+def test_demo_data_modules(kind: Any) -> None:
     def results(k: int) -> Any:
         module, data = boring.BoringModel(), kind()
         limits = {f"limit_{stage}_batches": 4 for stage in ("train", "val", "test", "predict")}
@@ -126,7 +117,7 @@ def test_demo_data_modules(kind: Any, devices: int) -> None:
         return module.state_dict(), job.predict(module, datamodule=data)
 
     torch.set_default_dtype(torch.float64)
-    assert_as_one_device(results, devices)
+    assert_as_one_device(results)
 
 
 def test_iterable_demo_data_come_from_two_loaders_at_once() -> None:

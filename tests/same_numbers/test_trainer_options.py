@@ -137,6 +137,8 @@ class Resettable(Classifier):
         {"val_check_interval": 4, "check_val_every_n_epoch": None},
         {"num_sanity_val_steps": -1},
         {"reload_dataloaders_every_n_epochs": 1},
+        {"inference_mode": False},
+        {"detect_anomaly": True},
     ],
     ids=str,
 )

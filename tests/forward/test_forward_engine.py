@@ -225,56 +225,16 @@ for _way, _use in CHECKPOINTED.items():
 # Arguments
 
 
-class Affine(nn.Module):
-    """Takes its arguments in many ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(
-        self, x: Tensor | None = None, *, scale: Any = 1.0, other: Tensor | None = None
-    ) -> Any:
-        y = self.layer(torch.ones(1, 4).to(self.layer.weight) if x is None else x) * scale
-        return y if other is None else y + other
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sizes"),
-    [
-        (lambda: ((), {"x": inputs(), "other": inputs(seed=2), "scale": 3}), (3, 2, 1)),
-        (lambda: ((inputs(),), {"scale": torch.tensor(2.0)}), (3, 2, 1)),
-        (lambda: ((inputs(),), {"scale": inputs(1)}), (3, 2, 1)),
-        (lambda: ((), {"scale": 2.0}), (1, 0, 0)),
-    ],
-    ids=["keywords", "0-dim", "one row", "number"],
-)
-def test_arguments_of_every_kind(arguments: Any, sizes: tuple[int, ...]) -> None:
-    def use(net: nn.Module) -> Any:
-        args, kwargs = arguments()
-        y = net(*args, **kwargs)
-        y.square().sum().backward()
-        return y.detach()
-
-    assert compare(Affine, use).last_sizes == sizes
-
-
-def test_scalars_of_the_replicas_come_stacked() -> None:
-    """As in nn.DataParallel: one for each replica that had samples, and in the graph."""
-
-    class Loss(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).sum()
-
-    net = Loss(4, 1).double()
-    one = copy.deepcopy(net)
-    with engine_of(net, (4, 2, 0)) as engine, engine.spreading():
-        losses = net(inputs())
-        losses.sum().backward()
-    expected = torch.stack([one(inputs()[:4]), one(inputs()[4:])])
-    expected.sum().backward()
-    assert_equal_trees(losses.detach(), expected.detach(), "losses", **EXACT)
-    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+@law(LAWS, lambda: Scaled(4, 4))
+def one_row_beside_many_goes_to_all(net: nn.Module) -> Any:
+    y = net(inputs(), scale=inputs(1))
+    y.square().sum().backward()
+    return y.detach()
 
 
 @law(LAWS, perceptron)

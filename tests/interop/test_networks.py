@@ -150,31 +150,6 @@ def words_in_order() -> nn.Module:
     return Net(lambda net, x: net.encoder(x).mean(1)[:, :KINDS], encoder=encoder)
 
 
-def quantized() -> nn.Module:
-    """Without averages of codes, which every replica would take of its own samples."""
-    quantize = pytest.importorskip("vector_quantize_pytorch").FSQ
-    codes = quantize([5, 4, 3])
-
-    return Net(
-        lambda net, x: net.last(net.codes(net.first(x)[:, None])[0][:, 0]),
-        first=nn.Linear(4, 3),
-        codes=codes,
-        last=nn.Linear(3, KINDS),
-    )
-
-
-def electrodes() -> nn.Module:
-    models = pytest.importorskip("braindecode.models")
-    net = models.ShallowFBCSPNet(
-        n_chans=4, n_outputs=KINDS, n_times=200, final_conv_length="auto", drop_prob=0.0
-    )
-    return net
-
-
-def recordings(g: torch.Generator) -> Tensor:
-    return torch.randn(SAMPLES, 4, 200, generator=g, dtype=torch.float64)
-
-
 def passages() -> nn.Module:
     """Graphs of one size, as rows: messages along a ring of atoms."""
     geometric = pytest.importorskip("torch_geometric.nn")
@@ -219,10 +194,6 @@ ROWS: dict[str, Row] = {
         vision("resnet10t"), images, trainer=SYNCED, modes=("step", "forward")
     ),
     "x-transformers, an encoder": Row(words_in_order, words),
-    "vector-quantize-pytorch, codes": Row(quantized, vectors(4)),
-    "braindecode, electrodes": Row(
-        electrodes, recordings, trainer=SYNCED, modes=("step", "forward")
-    ),
     "torch_geometric, graphs": Row(passages, rings),
 }
 

@@ -60,7 +60,7 @@ class ForwardMode(Mode):
             module,
             devices,
             output_device=output_device,
-            rules=recorder,
+            own_attributes=recorder.own_attributes,
             scalars="merge",
             context=around_call,
             **options,

@@ -45,7 +45,7 @@ from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.gather import Join, RowRules, are_per_shard, as_rows, fit_shapes
-from lightning_dp.parallel.replicate import ReplicaRules, Replicas
+from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards, to_device, tree, weighted_mean
 from lightning_dp.state import ModuleState, warn_of_step
 
@@ -263,7 +263,7 @@ def _never() -> bool:
 # Around a step
 
 
-class StepRecorder(ReplicaRules):
+class StepRecorder:
     """Records a step's calls of `self.log` and of metrics, and what it leaves on self.
 
     After the step the calls of all replicas are merged, and made once on the main thread, on the
@@ -296,10 +296,6 @@ class StepRecorder(ReplicaRules):
         self._stand_ins: list[tuple[Any, dict[str, StandIn]]] = []
         self._submodules: list[list[nn.Module]] = []
         self._state = ModuleState(output_device, is_metric)
-
-    def has_own_buffer_rules(self, module: nn.Module) -> bool:
-        """Metrics are replicated wherever they are kept."""
-        return is_metric(module)
 
     def own_attributes(
         self, module: nn.Module, twin: nn.Module, k: int, device: torch.device

@@ -50,7 +50,7 @@ class StepMode(Mode):
             devices,
             output_device=output_device,
             world=world,
-            rules=recorder,
+            own_attributes=recorder.own_attributes,
             context=recorder.around,
             **options,
         )

@@ -37,7 +37,7 @@ from lightning_dp.parallel.reduce import (
     single_threaded,
     wait_for_autograd,
 )
-from lightning_dp.parallel.replicate import ParameterCopies, ReplicaRules, Replicas
+from lightning_dp.parallel.replicate import OwnAttributes, ParameterCopies, Replicas
 from lightning_dp.parallel.scatter import (
     Inferred,
     Shards,
@@ -118,7 +118,7 @@ class Engine:
         executor: how the replicas run, see `Executor`.
         scalars: how 0-dim outputs are gathered.
         overrides: how outputs under certain keys are gathered.
-        rules: how special submodules are replicated.
+        own_attributes: gives a replica's modules attributes of their own.
         context: entered around every apply, for what replicas leave behind besides outputs.
         world: the processes that train together; None if this is the only one.
         timeout: how long replicas wait in a collective for one that does not come.
@@ -153,7 +153,7 @@ class Engine:
         executor: ExecutorName = "auto",
         scalars: Scalars = "merge",
         overrides: Mapping[str, Override] | None = None,
-        rules: ReplicaRules | None = None,
+        own_attributes: OwnAttributes = lambda *_: {},
         context: StepContext = lambda *_: nullcontext(),
         world: World | None = None,
         timeout: timedelta | None = None,
@@ -167,7 +167,7 @@ class Engine:
         self._scalars, self._row_rules = scalars, RowRules(dim, overrides or {})
         self._context = context
         self.planner = Planner(len(devices), split)
-        self.replicas = Replicas(module, devices, rules)
+        self.replicas = Replicas(module, devices, own_attributes)
         self.reducer = Reducer(self.replicas, self.devices, buffers, world)
         names = replica_names(devices, None if world is None else world.rank)
         self.usage = list(map(DeviceUsage, devices, names))

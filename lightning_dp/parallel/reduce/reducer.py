@@ -163,7 +163,7 @@ class Reducer:
         """
         shards, self._forward = self._forward, None
         if shards is not None and not self._root_keeps_its_buffers(shards):
-            buffers = self._replicas.buffers_of_steps
+            buffers = self._replicas.buffers
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._policy)
 
@@ -173,7 +173,7 @@ class Reducer:
             self.take_buffers()
         samples, self.rank_samples = self.rank_samples, None
         if samples is not None and self._world is not None:
-            root = self._replicas.buffers_of_steps[0]
+            root = self._replicas.buffers[0]
             rows = zip(self._world.all_gather_objects(root, "its buffers"), samples, strict=True)
             worked = [(row, n) for row, n in rows if n]
             reduce_buffers(root, [row for row, _ in worked], [n for _, n in worked], self._policy)

@@ -27,7 +27,7 @@ from lightning_dp.parallel.comm import Packed, Packing, gradients_on, to_device_
 from lightning_dp.parallel.replicate.attributes import ATOMS, Copier
 from lightning_dp.parallel.replicate.structure import (
     ModuleStructure,
-    ReplicaRules,
+    OwnAttributes,
     compiled_attributes,
     holds_compiled_code,
     refuse_limited_norms,
@@ -72,17 +72,17 @@ class Replicas:
     Args:
         root: the module.
         devices: the replicas' devices, the root's first.
-        rules: how special submodules are replicated.
+        own_attributes: gives a replica's modules attributes of their own.
     """
 
     def __init__(
         self,
         root: nn.Module,
         devices: Sequence[torch.device],
-        rules: ReplicaRules | None = None,
+        own_attributes: OwnAttributes = lambda *_: {},
     ) -> None:
         self._root, self._devices = root, list(devices)
-        self._rules = rules or ReplicaRules()
+        self._own_attributes = own_attributes
         with torch.inference_mode(False), torch.no_grad():
             self._build()
         if len({*devices}) > 1:
@@ -91,7 +91,7 @@ class Replicas:
 
     def _build(self) -> None:
         self._are_dropped = False
-        structure = ModuleStructure(self._root, self._rules, self._devices[0])
+        structure = ModuleStructure(self._root, self._devices[0])
         self._structure, self._tables = structure, Contents(structure.tables)
         self._with_buffers = [m for m in structure.modules if buffer_table(m)]
         self.root_parameters = structure.parameters
@@ -100,7 +100,7 @@ class Replicas:
         if len(self._devices) > 1:
             refuse_limited_norms(structure.modules)
         self._others = [
-            Replica(structure, k, device, self._rules, self.packing)
+            Replica(structure, k, device, self._own_attributes, self.packing)
             for k, device in enumerate(self._devices)
             if k > 0
         ]
@@ -255,12 +255,10 @@ class Replicas:
         return entries(self._structure.buffer_tables)
 
     @property
-    def buffers_of_steps(self) -> list[list[Tensor | None]]:
-        """Every replica's buffers, without those of modules that have own buffer rules."""
-        rules, modules = self._structure.has_own_rules, self._structure.modules
-        places = [i for i, module in enumerate(modules) if id(module) not in rules]
-        rows = [self._structure.buffer_tables, *(r.buffer_tables for r in self._others)]
-        return [entries(tables[i] for i in places) for tables in rows]
+    def buffers(self) -> list[list[Tensor | None]]:
+        """Every replica's buffers, the root's first."""
+        tables = [self._structure.buffer_tables, *(r.buffer_tables for r in self._others)]
+        return list(map(entries, tables))
 
     def refuse_trained_buffers(self) -> None:
         """Raises a ValueError about buffers that are trained: replicas would give them nothing.
@@ -308,7 +306,7 @@ class Replica:
         source: ModuleStructure,
         k: int,
         device: torch.device,
-        rules: ReplicaRules,
+        own_attributes: OwnAttributes,
         packing: Packing,
     ) -> None:
         self._source, self.k, self.device = source, k, device
@@ -326,9 +324,9 @@ class Replica:
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
         self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
-        self._make_modules(rules)
+        self._make_modules(own_attributes)
 
-    def _make_modules(self, rules: ReplicaRules) -> None:
+    def _make_modules(self, own_attributes: OwnAttributes) -> None:
         """Makes modules with tables of their own; attributes are copied later."""
         source = self._source
         self._twins: dict[int, Any] = {id(m): object.__new__(type(m)) for m in source.modules}
@@ -346,7 +344,7 @@ class Replica:
             found = child_table(original).items()
             children = {name: self._twins.get(id(child)) for name, child in found}
             attributes = tables_as_attributes(weights, buffers, children)
-            attributes.update(rules.own_attributes(original, twin, self.k, self.device))
+            attributes.update(own_attributes(original, twin, self.k, self.device))
             hooks = {name: type(vars(original)[name])() for name in HOOK_TABLES}
             vars(twin).update({**vars(original), **hooks, **attributes})
             self._kept.append((FIXED_NAMES - _HOOK_TABLES) | attributes.keys())
@@ -452,7 +450,7 @@ class Replica:
         Tensors come first, which containers may hold; hooks last, which may know containers.
         """
         parts = {**self._stand_ins(), **self._twins}
-        copier = Copier(parts, self._source.device or self.device, self.device)
+        copier = Copier(parts, self._source.device, self.device)
         tensors, others, hooks = [], [], []
         owners = zip(self._source.owners, [*self.submodules, *self._in_place], strict=False)
         for j, (original, twin) in enumerate(owners):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,8 @@ from lightning_dp.parallel.torch_private import (
     parameter_table,
 )
 
-
-class ReplicaRules:
-    """How special submodules are replicated; by default none is special."""
-
-    def has_own_buffer_rules(self, module: nn.Module) -> bool:
-        """Whether a module's buffers are not reduced here, such as a torchmetrics metric's."""
-        return False
-
-    def own_attributes(
-        self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
-    ) -> dict[str, Any]:
-        """Attributes that replica k has for itself; `twin` is its copy of the module."""
-        return {}
+OwnAttributes: TypeAlias = Callable[[nn.Module, nn.Module, int, torch.device], dict[str, Any]]
+"""Takes (module, twin, k, device); returns attributes that the twin, its copy, has for itself."""
 
 
 class ModuleStructure:
@@ -41,7 +30,6 @@ class ModuleStructure:
 
     Attributes:
         modules: the modules.
-        has_own_rules: the ids of those with own buffer rules.
         parameters: the parameters.
         buffer_tables: the modules' buffers by name.
         owners: what has attributes: modules and parameters.
@@ -49,13 +37,10 @@ class ModuleStructure:
             replaced or removed.
     """
 
-    def __init__(
-        self, root: nn.Module, rules: ReplicaRules, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
         self.device = device
         self.modules: list[nn.Module] = []
-        self.has_own_rules: set[int] = set()
-        self._walk(root, rules, set())
+        self._walk(root, set())
         bound = list(map(parameter_table, self.modules))
         found = chain.from_iterable(map(dict.values, bound))
         unique: dict[int, nn.Parameter] = {id(p): p for p in found if self.is_replicated(p)}
@@ -68,26 +53,21 @@ class ModuleStructure:
         named += chain.from_iterable(map(hook_tables, self.modules))
         self.tables: list[Collection[Any]] = [*map(dict.values, bound), *map(dict.keys, named)]
 
-    def _walk(
-        self, module: nn.Module, rules: ReplicaRules, seen: set[int], has_own_rules: bool = False
-    ) -> None:
+    def _walk(self, module: nn.Module, seen: set[int]) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
         _check_replicable(module)
         self.modules.append(module)
-        has_own_rules = has_own_rules or rules.has_own_buffer_rules(module)
-        if has_own_rules:
-            self.has_own_rules.add(id(module))
         for child in child_table(module).values():
             if child is not None:
-                self._walk(child, rules, seen, has_own_rules)
+                self._walk(child, seen)
         for _, hidden in layers_in(vars(module), ""):
-            self._walk(hidden, rules, seen)
+            self._walk(hidden, seen)
 
     def is_replicated(self, tensor: Tensor | None) -> bool:
         """Whether it lies on the root's device; replicas share tensors that lie elsewhere."""
-        return tensor is not None and self.device in (None, tensor.device)
+        return tensor is not None and tensor.device == self.device
 
     def buffers(self) -> list[Tensor]:
         """The present buffers that are replicated, shared ones once, without parameters."""

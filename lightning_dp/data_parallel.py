@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 from torch import nn
 
 from lightning_dp.checkpointing.state_keys import match_keys, normalize_state_dict
-from lightning_dp.first_step import FirstCalls, Report, announce, set_by_runs
+from lightning_dp.first_step import FirstCalls, Report, announce
 from lightning_dp.parallel.apply import EXECUTORS, ExecutorName
 from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import (
@@ -166,14 +166,15 @@ class DataParallel(nn.Module, Generic[Module]):
             self.devices,
             output_device=self.output_device,
             dim=self.dim,
+            split=self._policy(),
             is_call_arguments=True,
             **self._options,
         )
-        engine = make(split=self._policy())
+        engine = make()
         if self._check_first_call:
             asked = self._check_first_call is True
             engine.first_calls = FirstCalls(
-                partial(make, split=set_by_runs, executor="inorder"),
+                partial(make, executor="inorder"),
                 "check_first_call",
                 always=asked,
                 found=partial(announce, asked=asked),

@@ -32,7 +32,7 @@ from lightning_dp.first_step.snapshot import Snapshot, copy_to_cpu
 from lightning_dp.parallel.apply import is_synced
 from lightning_dp.parallel.engine import Engine, ReplicaCall
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.split import Planner, Sizes
 from lightning_dp.parallel.torch_private import TorchDispatchMode
 
 _is_checking: ContextVar[bool] = ContextVar("_is_checking", default=False)
@@ -142,7 +142,7 @@ class Call(ABC):
             draws.count = 0
 
         idle = [0] * (len(sizes) - 1)
-        engine.planner.policy = lambda n: sizes if split else (n, *idle)
+        engine.planner = Planner(len(sizes), lambda n: sizes if split else (n, *idle))
         engine.before_replica = begin_draws
         try:
             begin_draws()

@@ -28,11 +28,6 @@ MOST_BYTES = 4 * 2**30
 """Of parameters and buffers, which the check copies: above that `"auto"` leaves it out."""
 
 
-def set_by_runs(n: int) -> Sizes:
-    """How an engine of the check's own splits, until a run of a `Call` says it."""
-    raise NotImplementedError
-
-
 @dataclass
 class FirstCalls:
     """Checks the first call of each spread module, in training and otherwise.

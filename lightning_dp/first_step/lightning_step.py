@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_dp.first_step.call import Call
 from lightning_dp.first_step.compare import check
-from lightning_dp.first_step.first_call import FirstCalls, set_by_runs, small_part
+from lightning_dp.first_step.first_call import FirstCalls, small_part
 from lightning_dp.first_step.report import Key, Report, Values, announce
 from lightning_dp.first_step.snapshot import copy_to_cpu
 from lightning_dp.mode import Mode, Transfer
@@ -96,7 +96,7 @@ class FirstSteps:
         self._found(report)
 
     def _make_engine(self) -> Any:
-        return self.make_mode(executor="inorder", world=None, split=set_by_runs).engine
+        return self.make_mode(executor="inorder", world=None).engine
 
     def _found(self, report: Report) -> None:
         before = self.reports.get(self._method)

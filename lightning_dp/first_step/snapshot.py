@@ -31,9 +31,9 @@ _LIBRARIES = {
     *("aim", "clearml", "comet_ml", "mlflow", "neptune", "tensorboard", "tensorboardX", "wandb"),
     *sys.stdlib_module_names,
 }
-"""Packages whose objects keep their attributes to themselves: a Trainer, lock, file or logger."""
+"""Packages into whose objects the walk does not go: a Trainer, lock, thread, file or logger."""
 _ENTERED = (nn.Module, LRScheduler, SimpleNamespace, argparse.Namespace)
-"""Classes of these packages whose objects are saved all the same."""
+"""Classes of these packages into whose objects it goes all the same."""
 _ATOMS = (str, bytes, int, float, complex, type(None), type, torch.dtype)
 _CONTAINERS = (dict, list, deque, set)
 _MOVES_ON = (Iterator, io.IOBase, random.Random, np.random.Generator, np.random.RandomState)
@@ -47,9 +47,9 @@ class Snapshot:
     """The state of a module, of all objects that it refers to, and of random generators.
 
     One walk from the module, and from `others` such as optimizers, finds tensors and arrays, whose
-    values are copied to the CPU, and containers and objects, of which is kept what they hold. So
-    are lists and dicts that a hook appends to, though they are outside of the module. What else is
-    there (files, objects of libraries) is not seen.
+    values are copied to the CPU, and containers and objects, of which it notes what they hold.
+    Lists and dicts that a hook of the module appends to are found through the hook's function.
+    Files and objects of libraries are not saved.
 
     Until `end`, gradients are None and hooks of parameters do not fire.
 
@@ -106,18 +106,16 @@ class Snapshot:
                 now = _memory(node)
                 if now is not None and not _is_equal(now, before):
                     changed[self._names.get(id(node), (kind, path))] = copy_to_cpu(now)
-                continue
-            now = _items(node)
-            if not isinstance(now, dict):
-                if _ids(now) != _ids(before):
-                    ordered = sorted(now, key=repr) if isinstance(now, set) else list(now)
+            elif isinstance(before, list):
+                if _ids(node) != _ids(before):
+                    ordered = sorted(node, key=repr) if isinstance(node, set) else list(node)
                     changed[kind, path] = copy_to_cpu(ordered)
             elif kind and (attributes or not isinstance(node, nn.Module)):
-                for key, value in dict.items(now):
+                is_dict = isinstance(node, dict)
+                for key, value in dict.items(_items(node)):
                     is_other = value is not before.get(key, self) and not _names_device(key)
-                    # A list that was an object's before is compared by itself.
-                    if is_other and (now is node or not isinstance(value, _CONTAINERS)):
-                        name = _named(path + (f"[{key!r}]" if now is node else f".{key}"))
+                    if is_other and (is_dict or not isinstance(value, _CONTAINERS)):
+                        name = _named(path + (f"[{key!r}]" if is_dict else f".{key}"))
                         name = name.removeprefix("self.") if kind == "buffer" else name
                         changed[kind, name] = copy_to_cpu(value)
         return changed

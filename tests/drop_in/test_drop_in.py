@@ -255,17 +255,6 @@ def test_a_wrapper_is_its_module(wrap: Any, make: Any, use: Any, options: dict[s
 # More than one wrapper, and layouts and dtypes
 
 
-def test_two_wrappers_around_modules_that_share_a_layer(wrap: Any) -> None:
-    shared = nn.Linear(4, 4).double()
-    both = nn.ModuleList([nn.Sequential(shared, nn.Tanh()), nn.Sequential(shared, nn.ReLU())])
-    one = copy.deepcopy(both)
-    first, second = wrap(both[0]), wrap(both[1], k=2)
-    for a, b in ((first, second), (one[0], one[1])):
-        b(a(inputs()) * a(2 * inputs())).square().sum().backward()
-    assert_same_module(first, one[0])
-    assert_same_module(second, one[1])
-
-
 def test_a_wrapper_inside_of_a_wrapped_module(wrap: Any) -> None:
     one, net = pair(lambda: nn.Sequential(perceptron(), nn.Linear(3, 2)))
     net[0] = wrap(net[0], k=2, output_device=devices_of(1)[0])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_kinds import on_separate
 from support.forward_twins import CPU, EXACT, inputs, perceptron, said, update
 from support.oracle import assert_equal_trees, devices_of, gradients
 from support.traces import threads_left
@@ -143,15 +142,6 @@ def test_modules_elsewhere_and_unknown_devices_are_refused() -> None:
         replicate(perceptron(), ["cpu", "cpu:3"])
     with pytest.raises(ValueError, match=r"Expected the module on cpu.*got '0.weight' on meta"):
         replicate(perceptron().to("meta"), ["cpu", "cpu"])
-
-
-@on_separate
-def test_devices_may_be_ids_names_or_repeat(on: str) -> None:
-    other, one = devices_of(2)
-    replicas = replicate(perceptron().to(one), [1, str(one), other])
-    assert [next(r.parameters()).device for r in replicas] == [one, one, other]
-    pointers = [next(r.parameters()).data_ptr() for r in replicas]
-    assert pointers[0] == pointers[1]
 
 
 # parallel_apply

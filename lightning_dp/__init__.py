@@ -2,10 +2,11 @@
 
 `import lightning_dp` registers the strategy: `Trainer(strategy="dp_custom", devices=4)`.
 
-The engine is `parallel`, which imports torch only. For Lightning: the `strategy`; its `mode`,
-`step_mode` or `forward_mode`; the check of the `first_step`; `split="auto"` on the root alone
-(`auto_split`); sync batch norm (`layer_sync`); private names (`lightning_private`); the package
-`pytorch_lightning`; tables on a terminal (`table`).
+The engine is `parallel`, which imports torch only. For Lightning: the `strategy` and its `modes`;
+what a step logs and measures (`recording`) and leaves on self (`state`); the check of the
+`first_step`; `split="auto"` on the root alone (`auto_split`); several `processes`; sync batch norm
+(`layer_sync`); private names (`lightning_private`); the package `pytorch_lightning`; tables on a
+terminal (`table`).
 """
 
 import sys

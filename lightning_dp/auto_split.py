@@ -17,12 +17,10 @@ import torch
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_dp.forward_mode import ForwardMode
-from lightning_dp.mode import Mode
+from lightning_dp.modes import ForwardMode, Mode, StepMode
 from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.scatter import BatchSizeError
 from lightning_dp.parallel.split import Auto
-from lightning_dp.step_mode import StepMode
 
 _STEPS = {  # of Lightning's stages
     "train": "training_step",

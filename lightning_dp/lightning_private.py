@@ -49,11 +49,13 @@ def unused_state(metric: nn.Module, device: torch.device) -> dict[str, Any]:
 
     Gone: one of these names is an attribute that no code reads.
     """
-    defaults = {
+    defaults: dict[str, Any] = {
         name: value.to(device) if isinstance(value, Tensor) else []
         for name, value in state_defaults(metric).items()
     }
-    states = {n: v.clone() if isinstance(v, Tensor) else [] for n, v in defaults.items()}
+    states: dict[str, Any] = {
+        n: v.clone() if isinstance(v, Tensor) else [] for n, v in defaults.items()
+    }
     counts = {"_update_count": 0, "_computed": None, "_forward_cache": None}
     return {"_defaults": defaults, **states, **counts}
 
@@ -105,21 +107,6 @@ def set_io(strategy: Any, checkpoint_io: Any) -> None:
 
 
 # Loops
-
-
-def devices_asked_for(trainer: Any) -> int | None:
-    """How many devices `Trainer(devices=...)` names; None where it left that to the accelerator.
-
-    Gone: None, and a number that contradicts the strategy's devices is not refused.
-    """
-    connector = getattr(trainer, "_accelerator_connector", None)
-    devices = getattr(connector, "_devices_flag", None)
-    if isinstance(devices, str):
-        devices = [*filter(None, devices.split(","))] if "," in devices else int(devices)
-    count = len(devices) if isinstance(devices, list | tuple) else devices
-    # By now "auto" is the number of devices that there are.
-    is_auto = count is None or count < 0 or count == trainer.accelerator.auto_device_count()
-    return None if is_auto else count
 
 
 def logged_step(trainer: Any) -> int:

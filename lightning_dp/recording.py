@@ -43,7 +43,7 @@ from lightning_dp.lightning_private import (
 )
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
-from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.errors import noted
 from lightning_dp.parallel.gather import Join, RowRules, are_per_shard, as_rows, fit_shapes
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards, to_device, tree, weighted_mean
@@ -93,8 +93,8 @@ class MetricCall(NamedTuple):
 
     metric: int
     method: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Records(NamedTuple):
@@ -438,11 +438,8 @@ class StepRecorder:
             member.distributed_available_fn = _never
         joined, values = _joined_calls(calls, found, metric), []
         for group in joined:
-            try:
+            with noted(f"[in {group[0].method} of {name}, for the batch of all replicas]"):
                 value = _make(group, metric)
-            except Exception as error:
-                add_note(error, f"[in {group[0].method} of {name}, for the batch of all replicas]")
-                raise
             values.extend([value] * (group[0].method == "forward"))
         return values if len(joined) == max(map(len, calls)) else []
 
@@ -541,6 +538,11 @@ def _joined_calls(
 
     Where replicas made different calls, each call is made alone, in shard order.
     """
+    device = metrics_in(metric)[0].device
+    records = [
+        [MetricCall(call.metric, call.method, *to_device(call[2:], device)) for call in calls]
+        for calls in records
+    ]
     rows = list(zip(*records, strict=False))
     are_alike = all(len(calls) == len(rows) for calls in records) and all(
         len({call.method for call in row}) == 1 for row in rows
@@ -557,17 +559,15 @@ def _joined(row: Sequence[MetricCall], found: Records, metric: AnyMetric) -> lis
     first = row[0]
     if first.method == "reset":
         return [first]
-    device = metrics_in(metric)[0].device
     join = _JoinArguments(
         tuple(found.sizes),
-        device,
+        metrics_in(metric)[0].device,
         RowRules(found.dim),
         where=(first.metric, first.method),
         numbers=_meaning_of_numbers(first, metric),
     )
     try:
-        nodes = [to_device((call.args, dict(call.kwargs)), device) for call in row]
-        args, kwargs = join.node(nodes, ())
+        args, kwargs = join.node([(call.args, call.kwargs) for call in row], ())
     except _CannotJoin:
         return list(row)
     if len(row) > 1 and not join.numbers and not join.of_samples:
@@ -580,16 +580,13 @@ def _make(calls: Sequence[MetricCall], metric: AnyMetric) -> Any:
 
     Of several calls of `forward` the value is that of a metric which has seen nothing else.
     """
-    device = metrics_in(metric)[0].device
-    arguments = [to_device((call.args, dict(call.kwargs)), device) for call in calls]
     if len(calls) == 1:
-        args, kwargs = arguments[0]
-        return getattr(metric, calls[0].method)(*args, **kwargs)
+        return getattr(metric, calls[0].method)(*calls[0].args, **calls[0].kwargs)
     alone = reset_copy(metric) if calls[0].method == "forward" else None
-    for args, kwargs in arguments:
-        metric.update(*args, **kwargs)
+    for call in calls:
+        metric.update(*call.args, **call.kwargs)
         if alone is not None:
-            alone.update(*args, **kwargs)
+            alone.update(*call.args, **call.kwargs)
     if alone is None:
         return None
     for member, other in zip(metrics_in(metric), metrics_in(alone), strict=True):
@@ -680,8 +677,12 @@ def _of_all_ranks(own: Records, world: World) -> Records:
     received = world.all_gather_objects(sent, "the end of its step")
     received[world.rank] = sent  # whose values may have a graph
     parts = [part for part in received if part is not None]
-    calls, sizes, replicas = ([item for part in parts for item in part[i]] for i in range(3))
-    return Records(calls, sizes, replicas, own.dim)
+    return Records(
+        [calls for part in parts for calls in part.calls],
+        [size for part in parts for size in part.sizes],
+        [name for part in parts for name in part.replicas],
+        own.dim,
+    )
 
 
 @contextmanager

@@ -7,9 +7,9 @@
 2. Whatever else a step binds, an attribute or an entry of a list or dict, keeps the value of the
    first replica that has bound it, and is named once if the replicas differ.
 
-The first rule also holds for lists in lists, tuples and dicts, and for a list under a new key of a
-dict. A list that is bound anew, or changed in another way than by appending, falls under the second
-rule, as does a deque of a longest length that lets items go.
+The first rule also holds for lists in lists, tuples and dicts, and for a list that is a new
+attribute or under a new key of a dict. A list that is changed in another way than by appending
+falls under the second rule, as does a deque of a longest length that lets items go.
 
 Every replica begins a step with its own containers, which hold the root's items. They are compared
 with copies from before the step, item by item and by identity. What steps change inside other
@@ -61,12 +61,11 @@ class ModuleState:
         skips: names modules that are not looked at, beside torch's own layers.
     """
 
-    def __init__(
-        self, output_device: torch.device, skips: Callable[[nn.Module], bool] = lambda _: False
-    ) -> None:
+    def __init__(self, output_device: torch.device, skips: Callable[[nn.Module], bool]) -> None:
         self._skips, self._merge = skips, Merge(output_device)
         self._warned: set[Path] = set()
         self._submodules: list[list[nn.Module]] = []
+        self._watched: list[int] = []  # the numbers of modules
         self._modules: list[_Module] = []
         self._active: Sequence[int] = []
         self._seen = Contents([])  # of the modules' attributes, and of the containers in them
@@ -75,14 +74,13 @@ class ModuleState:
         """Notes what the modules of all replicas, which have just followed the root, have."""
         if replicas.submodules is not self._submodules:
             self._submodules, self._active = replicas.submodules, []
-            self._modules = [
-                _Module(number, list(map(vars, modules)))
-                for number, modules in enumerate(zip(*replicas.submodules, strict=True))
-                if _is_watched(modules[0]) and not self._skips(modules[0])
-            ]
+            root = enumerate(replicas.submodules[0])
+            self._watched = [n for n, m in root if _is_watched(m) and not self._skips(m)]
         if active != self._active or self._seen.differ():
             self._active = active
-            self._seen = Contents([view for m in self._modules for view in m.look(active)])
+            columns = [[vars(own[n]) for own in self._submodules] for n in self._watched]
+            self._modules = [_Module(own[0], [own[k] for k in active]) for own in columns]
+            self._seen = Contents([view for module in self._modules for view in module.views()])
 
     def settle(self, shards: Shards, *, keeps_items: bool = True) -> None:
         """Gives the module what the replicas' steps left on them.
@@ -93,19 +91,21 @@ class ModuleState:
         if not self._seen.differ():
             return
         self._merge.begin(shards)
-        for module in self._modules:
-            if keeps_items:
-                for path in module.merge(self._merge):
-                    self._warn(path)
-            else:
+        for number, module in zip(self._watched, self._modules, strict=True):
+            if not keeps_items:
                 module.take_items_back()
-            for path in module.rebind():
+                continue
+            after = list(map(_own, module.replicas))
+            for path in self._merge.into((number,), module.before, after, module.root):
                 self._warn(path)
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""
         for module in self._modules:
-            module.undo()
+            for name in _own(module.root).keys() - module.bound.keys():
+                del module.root[name]
+            module.root.update(module.bound)
+            module.take_items_back()
 
     def _warn(self, path: Path) -> None:
         number, name, *keys = path
@@ -136,57 +136,36 @@ def _is_watched(module: nn.Module) -> bool:
     return not package.startswith(("torch.", "torchmetrics.")) or (bool(hooks) and not are_torchs)
 
 
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module that are neither torch's nor modules."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in _OF_TORCH and not isinstance(value, nn.Module)
+    }
+
+
 class _Module:
-    """The attributes of one module on all replicas, as a step begins."""
+    """The attributes of one module, of the root's and of the active replicas', as a step begins."""
 
-    def __init__(self, number: int, replicas: Sequence[dict[str, Any]]) -> None:
-        self.number, self._replicas, self._root = number, replicas, replicas[0]
+    def __init__(self, root: dict[str, Any], replicas: Sequence[dict[str, Any]]) -> None:
+        self.root, self.replicas = root, replicas
+        self.bound = _own(root)
+        self._items = {n: copied(v) for n, v in self.bound.items() if is_container(v)}
+        self.before = [{n: copied(v) for n, v in _own(own).items()} for own in replicas]
 
-    def look(self, active: Sequence[int]) -> Iterator[Collection[Any]]:
-        """Notes what is there now; yields what shows attributes and items at any time."""
-        self._active = [self._replicas[k] for k in active]
-        yield from map(dict.values, (self._root, *self._active))
-        self._first = dict(self._active[0])
-        self._bound = {n: v for n, v in self._root.items() if n not in _OF_TORCH}
-        self._items = {n: copied(v) for n, v in self._bound.items() if is_container(v)}
-        self._before: dict[str, list[tuple[Any, Any]]] = {}  # active replicas' containers, copies
-        for name in self._items:
-            own = [replica.get(name) for replica in self._active]
-            if all(type(container) is type(self._root[name]) for container in own):
-                self._before[name] = [(container, copied(container)) for container in own]
-                for container in (self._root[name], *own):
-                    yield from _live(container)
-
-    def merge(self, merge: Merge) -> Iterator[Path]:
-        """Merges the replicas' containers into the root's; yields where replicas differ."""
-        for name, before in self._before.items():
-            after = [replica.get(name) for replica in self._active]
-            if all(now is own for now, (own, _) in zip(after, before, strict=True)):
-                copies = [items for _, items in before]
-                yield from merge.into((self.number, name), copies, after, self._root[name])
-
-    def rebind(self) -> Iterator[Path]:
-        """Gives the root what the first replica has bound anew; yields where the others differ."""
-        first, *others = self._active
-        for name, value in list(first.items()):
-            is_new = value is not self._first.get(name, _ABSENT)
-            if is_new and name not in _OF_TORCH and not isinstance(value, nn.Module):
-                self._root[name] = value
-                if not all(_agree(value, other.get(name)) for other in others):
-                    yield self.number, name
+    def views(self) -> Iterator[Collection[Any]]:
+        """What shows attributes, and items of containers, at any time."""
+        for attributes in (self.root, *self.replicas):
+            yield attributes.values()
+            for value in _own(attributes).values():
+                yield from _live(value)
 
     def take_items_back(self) -> None:
         """Gives the root's containers the items that they had."""
         for name, items in self._items.items():
-            self._root[name] = self._bound[name]
-            refill(self._bound[name], items)
-
-    def undo(self) -> None:
-        """Gives the root what it had before the step."""
-        for name in self._root.keys() - self._bound.keys() - _OF_TORCH:
-            del self._root[name]
-        self._root.update(self._bound)
-        self.take_items_back()
+            self.root[name] = self.bound[name]
+            refill(self.bound[name], items)
 
 
 # Containers
@@ -306,7 +285,7 @@ class Merge:
     def _entry(
         self, path: Path, key: Any, before: list[Any], after: list[Any], root: dict[Any, Any]
     ) -> Iterator[Path]:
-        """An entry of a dict."""
+        """An attribute of a module, or an entry of a dict."""
         old, new = ([own.get(key, _ABSENT) for own in owners] for owners in (before, after))
         written = [b for a, b in zip(old, new, strict=True) if _is_other(a, b)]
         if not written and not is_container(old[0]):
@@ -318,14 +297,15 @@ class Merge:
             old = [empty] * len(new)
             new = [empty if value is _ABSENT else value for value in new]
             root.setdefault(key, copy.copy(empty))
-        if is_container(old[0]) and len({*map(type, [*old, *new, root[key]])}) == 1:
+        if is_container(old[0]) and len({*map(type, [*old, *new, root.get(key)])}) == 1:
             yield from self.into(path, old, new, root[key])
             return
+        is_attribute = len(path) == 2
         if first is _ABSENT:
             root.pop(key, None)
         else:
-            root[key] = to_device(first, self._output_device)
-        if not all(_agree(first, value) for value in written):
+            root[key] = first if is_attribute else to_device(first, self._output_device)
+        if not all(_agree(first, value) for value in (new if is_attribute else written)):
             yield path
 
     def _list(self, path: Path, before: list[Any], after: list[Any], root: Any) -> Iterator[Path]:

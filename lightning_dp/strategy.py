@@ -1,6 +1,6 @@
 """The strategy: its options, and Lightning's hooks, each of which is one call into a mode's engine.
 
-A mode runs the batches and steps of the loop: `step_mode` or `forward_mode`.
+A mode runs the batches and steps of the loop, see `modes`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.data_parallel import check_engine_options
 from lightning_dp.first_step import Report
 from lightning_dp.first_step.lightning_step import FirstSteps
-from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.layer_sync import replicas_own
-from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
-from lightning_dp.mode import Mode, has_user_hooks, why_forward_mode
-from lightning_dp.parallel.checks import check_choice, check_names
+from lightning_dp.lightning_private import layer_sync, set_layer_sync
+from lightning_dp.modes import ForwardMode, Mode, StepMode, has_user_hooks, why_forward_mode
+from lightning_dp.parallel.checks import check_choice, check_names, expected
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
 from lightning_dp.parallel.gather import Override, without_rows
@@ -46,7 +45,6 @@ from lightning_dp.parallel.split import (
 from lightning_dp.parallel.step import LOSS_REDUCTIONS
 from lightning_dp.parallel.usage import DeviceUsage
 from lightning_dp.processes import check_timeout
-from lightning_dp.step_mode import StepMode
 
 
 class DataParallelMixin(CheckpointMixin):
@@ -184,10 +182,8 @@ class DataParallelMixin(CheckpointMixin):
         }
         if mode == "step" and (parallel_modules or not move_batch):
             key = "parallel_modules" if parallel_modules else "move_batch"
-            raise ValueError(
-                f"{key}: expected to be left out in step mode, got {forward_options[key]}. Use "
-                'mode="forward", in which it has a meaning.'
-            )
+            hint = 'Use mode="forward", in which it has a meaning.'
+            raise expected(key, "to be left out in step mode", forward_options[key], hint)
         backends = (None, "gloo", "nccl", "cpu:gloo,cuda:nccl")
         check_choice("process_group_backend", process_group_backend, backends)
         self._process_group_backend, self._timeout = process_group_backend, check_timeout(timeout)
@@ -202,7 +198,6 @@ class DataParallelMixin(CheckpointMixin):
         self._forward_options, self._loss_reduction = forward_options, loss_reduction
         self._split, self._weights = split, weights
         self._mode_name, self._output_device = mode, output_device
-        self._has_own_devices = devices is not None
         self._check_first_step: bool | Literal["auto"] = check_first_step
         super().__init__(
             accelerator=accelerator,
@@ -281,13 +276,6 @@ class DataParallelMixin(CheckpointMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        asked, own = devices_asked_for(trainer), self.machine_devices or []
-        if self._has_own_devices and asked not in (None, len(own)):
-            raise ValueError(
-                f"devices: expected as many as Trainer(devices=...) names, {asked}, got "
-                f"{[*map(str, own)]}. Leave out one of the two: the strategy's devices are taken "
-                "in place of the Trainer's."
-            )
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         plugin, why = layer_sync(self), why_forward_mode(self._module)
@@ -362,7 +350,7 @@ class DataParallelMixin(CheckpointMixin):
 
     def _close(self) -> None:
         if self._mode is not None:
-            self._mode.close()
+            self._mode.engine.close()
         self._mode = self._first_steps = None
 
     # Steps

@@ -4,16 +4,13 @@ import json
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.monitor import table_of
 from lightning_dp.parallel.devices import replica_names
-
-T = TypeVar("T")
 
 
 def write_report(trainer: Trainer, metrics: Mapping[str, float], folder: Path) -> None:
@@ -27,8 +24,10 @@ def write_report(trainer: Trainer, metrics: Mapping[str, float], folder: Path) -
     monitor = next((c for c in callbacks if isinstance(c, DataParallelMonitor)), None)
     rows, strategy = (monitor.summary() if monitor else []), trainer.strategy
     if isinstance(strategy, DataParallelStrategy):  # whose processes share the devices out
-        rows = [*chain.from_iterable(of_all(rows))]
-        names = [*chain.from_iterable(of_all(strategy.replica_names))]
+        names = [*strategy.replica_names]
+        if strategy.world is not None:
+            everyone = strategy.world.all_gather_objects((rows, names))
+            rows, names = ([*chain.from_iterable(parts)] for parts in zip(*everyone, strict=True))
     else:  # of other strategies nodes are alike
         devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
         names = replica_names([*devices] * trainer.num_nodes)
@@ -53,13 +52,3 @@ def write_report(trainer: Trainer, metrics: Mapping[str, float], folder: Path) -
         except ModuleNotFoundError as error:
             print(f"no devices.png: {error}")
     print(f"run folder: {folder}")
-
-
-def of_all(value: T) -> list[T]:
-    """Every process's value, in the order of their ranks; all of them have to ask."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return [value]
-    values: list[T] = [value] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
-    return values

@@ -82,7 +82,9 @@ def read(path: str | Path, *, map_location: Any = None, weights_only: bool | Non
         try:
             if head[8:9] == b"{":  # eight bytes of a length, then that much JSON
                 device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-                tensors = _safetensors().load(file.read())
+                from safetensors.torch import load  # of the extra `safetensors`
+
+                tensors = load(file.read())
                 return {key: tensor.to(device) for key, tensor in tensors.items()}
             return torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
         except (OSError, MemoryError, ImportError, torch.OutOfMemoryError):
@@ -119,15 +121,3 @@ def write(content: Any, path: Path) -> None:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _safetensors() -> Any:
-    """The library, or an ImportError that says how to install it."""
-    try:
-        import safetensors.torch as library
-    except ImportError as error:
-        raise ImportError(
-            "A .safetensors file needs the package safetensors: python -m pip install "
-            "'lightning-dp[safetensors]'."
-        ) from error
-    return library

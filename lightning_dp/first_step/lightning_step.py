@@ -23,7 +23,7 @@ from lightning_dp.first_step.compare import check
 from lightning_dp.first_step.first_call import FirstCalls, small_part
 from lightning_dp.first_step.report import Key, Report, Values, announce
 from lightning_dp.first_step.snapshot import copy_to_cpu
-from lightning_dp.mode import Mode, Transfer
+from lightning_dp.modes import Mode, Transfer
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.scatter import tree

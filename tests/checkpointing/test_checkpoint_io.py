@@ -110,44 +110,36 @@ def test_wrong_options_are_refused(option: Any) -> None:
 # Other IOs in it and around it
 
 
-class Recording(CheckpointIO):
+class OfOldLightning(CheckpointIO):
     """An IO of a user, in memory, as those written for Lightning before 2.6."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.content: dict[str, Any] = {}
+        self.files: dict[Any, Any] = {}
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        self.calls.append(("save", path, storage_options))
-        self.content[str(path)] = checkpoint
+        self.files[path] = checkpoint, storage_options
 
     def load_checkpoint(self, path: Any, map_location: Any = "default") -> Any:
-        self.calls.append(("load", path, map_location))
-        return self.content[str(path)]
+        return {**self.files[path][0], "on": map_location}
 
     def remove_checkpoint(self, path: Any) -> None:
-        self.calls.append(("remove", path))
+        del self.files[path]
 
     def teardown(self) -> None:
-        self.calls.append("teardown")
+        self.files["ended"] = True
 
 
 def test_calls_are_passed_on(tmp_path: Path) -> None:
-    inner = Recording()
+    inner = OfOldLightning()
     io = ModulePrefixCheckpointIO(inner)
-    io.save_checkpoint(state("module."), "s3://a/b", storage_options={"key": 1})
-    assert list(inner.content["s3://a/b"]) == list(state())
-    io.load_checkpoint("s3://a/b", weights_only=None)
-    io.load_checkpoint("s3://a/b", map_location="meta")
+    io.save_checkpoint({"state_dict": state("module.")}, "s3://a/b", storage_options={"key": 1})
+    saved, options = inner.files["s3://a/b"]
+    assert list(saved["state_dict"]) == list(state()) and options == {"key": 1}
+    assert io.load_checkpoint("s3://a/b", weights_only=None)["on"] == "default"
+    assert io.load_checkpoint("s3://a/b", map_location="meta")["on"] == "meta"
     io.remove_checkpoint("s3://a/b")
     io.teardown()
-    assert inner.calls == [
-        ("save", "s3://a/b", {"key": 1}),
-        ("load", "s3://a/b", "default"),
-        ("load", "s3://a/b", "meta"),
-        ("remove", "s3://a/b"),
-        "teardown",
-    ]
+    assert inner.files == {"ended": True}
     with pytest.raises(TypeError, match="storage_options"):
         ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "x", storage_options={})
 
@@ -210,40 +202,6 @@ def test_training_resumes_as_on_one_device(
         assert_equal_trees(resumed.state_dict(), expected.state_dict(), "resumed", **close)
 
 
-class Holds(Classifier):
-    """Its net lies in a submodule that is called `module`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = self.net
-        del self.net
-
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self.module(batch[0]), batch[1])
-
-
-@pytest.mark.parametrize("strategy", ["dp_custom", "auto"])
-@pytest.mark.parametrize("on_save", ON_SAVE)
-def test_a_submodule_called_module_keeps_its_name(
-    strategy: str, on_save: Any, tmp_path: Path
-) -> None:
-    devices = 2 if strategy == "dp_custom" else 1
-    plugins = [ModulePrefixCheckpointIO(on_save=on_save)]
-    job = trainer(devices, strategy, plugins=plugins, max_epochs=1, limit_train_batches=1)
-    module = Holds()
-    job.fit(module, loader(), loader())
-    job.save_checkpoint(tmp_path / "last.ckpt")
-    torch.save(module.state_dict(), tmp_path / "bare.pt")
-    torch.save(nn.DataParallel(module).state_dict(), tmp_path / "wrapped.pt")
-    # Only our strategy knows the module: elsewhere `module.` in files of others is a wrapper's.
-    files = ["last.ckpt", "bare.pt", "wrapped.pt"] if strategy == "dp_custom" else ["last.ckpt"]
-    for file in files:
-        other = Holds()
-        job = trainer(devices, strategy, plugins=[ModulePrefixCheckpointIO()])
-        job.validate(other, loader(), ckpt_path=tmp_path / file, verbose=False)
-        assert_equal_trees(other.state_dict(), module.state_dict(), file, **EXACT)
-
-
 def test_the_strategys_default_and_what_the_user_gives(tmp_path: Path) -> None:
     assert isinstance(trainer(2).strategy.checkpoint_io, ModulePrefixCheckpointIO)
     own = TorchCheckpointIO()
@@ -255,7 +213,6 @@ def test_the_strategys_default_and_what_the_user_gives(tmp_path: Path) -> None:
 
 def test_for_the_package_pytorch_lightning(tmp_path: Path) -> None:
     package = pytest.importorskip("pytorch_lightning")
-    plugins = pytest.importorskip("lightning_fabric.plugins")
 
     from lightning_dp.pytorch_lightning import ModulePrefixCheckpointIO as ForThat
 
@@ -267,15 +224,10 @@ def test_for_the_package_pytorch_lightning(tmp_path: Path) -> None:
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.log("test/loss", self.net(batch[0]).sum())
 
-    wrapped = package.plugins.io.AsyncCheckpointIO(plugins.TorchCheckpointIO())
-    for io in (ForThat(), ForThat(wrapped)):
-        job = package.Trainer(
-            accelerator="cpu", devices=1, logger=False, plugins=[io], enable_progress_bar=False
-        )
-        source, target = Net(), Net()
-        torch.save(nn.DataParallel(source).state_dict(), tmp_path / "old.pt")
-        job.test(target, loader(), ckpt_path=tmp_path / "old.pt", verbose=False)
-        assert_equal_trees(target.state_dict(), source.state_dict(), "loaded", **EXACT)
-        job.save_checkpoint(tmp_path / "new.ckpt")
-        io.teardown()
-        Net.load_from_checkpoint(tmp_path / "new.ckpt")
+    job = package.Trainer(accelerator="cpu", devices=1, logger=False, plugins=[ForThat()])
+    source, target = Net(), Net()
+    torch.save(nn.DataParallel(source).state_dict(), tmp_path / "old.pt")
+    job.test(target, loader(), ckpt_path=tmp_path / "old.pt", verbose=False)
+    assert_equal_trees(target.state_dict(), source.state_dict(), "loaded", **EXACT)
+    job.save_checkpoint(tmp_path / "new.ckpt")
+    Net.load_from_checkpoint(tmp_path / "new.ckpt")

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_dp.app.jobs import build, evaluate, settle, train
-from lightning_dp.app.run import OptionError, as_program
+from lightning_dp.app.run import as_program
 
 Configure = Callable[..., DictConfig]
 
@@ -50,19 +50,3 @@ def test_they_are_tested(configure: Configure, weights: Path) -> None:
     tested = as_program(evaluate)(configure(f"ckpt_path={weights}", name="eval"))
     begun = as_program(train)(configure(f"init_from={weights}", "train=false"))
     assert tested == begun and tested
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("init_from=none.pt", "init_from: expected a checkpoint file, got 'none.pt'"),
-        ("init_from={w} ckpt_path={w}", "Give one of the two"),
-        ("ckpt_path=''", "ckpt_path: expected a checkpoint file, got '', which does not exist"),
-    ],
-)
-def test_mistakes_are_told_in_one_message(
-    options: str, message: str, configure: Configure, weights: Path
-) -> None:
-    words = options.format(w=weights).split()
-    with pytest.raises(OptionError, match=f"^error: (?s:.*){message}"):
-        as_program(train)(configure(*words, "trainer.limit_train_batches=3", "~logger"))

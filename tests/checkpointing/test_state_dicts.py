@@ -88,22 +88,6 @@ def test_a_child_called_module_keeps_its_name_or_is_refused(
 
 
 @quiet
-@given(st.data(), any_trees, any_trees)
-def test_twice_is_once_and_no_tensor_is_lost(data: st.DataObject, one: Tree, two: Tree) -> None:
-    source = data.draw(wrapped(one))
-    other = data.draw(wrapped(data.draw(st.sampled_from([one, two]))))
-    reference = [key for key in other if data.draw(st.booleans())]
-    for given_ in (None, reference):
-        try:
-            once = normalize_state_dict(state_of(source), given_, strict=False)
-        except ValueError as error:
-            assert "one key and one place" in str(error)
-            continue
-        assert normalize_state_dict(once, given_, strict=False) == once
-        assert sorted(once.values()) == sorted(state_of(source).values()), "all are there"
-
-
-@quiet
 @given(plain_trees, st.lists(st.sampled_from(WRAPPERS), max_size=3))
 def test_without_a_reference_wrappers_around_all_are_taken(tree: Tree, around: list[str]) -> None:
     state = state_of(keys_of(tree))

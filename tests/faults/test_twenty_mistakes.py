@@ -76,14 +76,6 @@ def of_two_sizes() -> DataLoader[Any]:
     return DataLoader(one, batch_size=None, collate_fn=lambda _: {"x": x, "y": y})
 
 
-class Listed(Classifier):
-    """Has a layer where nobody sees it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = [torch.nn.Linear(10, 10)]
-
-
 HALVES = {"batch_size": lambda self, batch: 1000}
 TEXT = {"batch_size": lambda self, batch: "x"}
 COSTS = {"sample_cost": lambda self, batch: torch.ones(3)}
@@ -103,11 +95,6 @@ PYTHON = [
     in_python(lambda: made(devices=4), "devices", "got 4", "list"),
     in_python(lambda: made(devices=["cpu", "cpu:3"]), "devices[1]", "'cpu:3'"),
     in_python(lambda: made(devices=["cpu", "meta"]), "devices[1]: expected a device", "'meta'"),
-    in_python(
-        lambda: oracle.trainer(3, DataParallelStrategy(devices=["cpu"] * 2)).fit(Classifier()),
-        "devices: expected as many as Trainer(devices=...)",
-        "names, 3, got ['cpu', 'cpu']",
-    ),
     in_python(lambda: made(weights=[1, 2, 3]), "weights: expected 2 numbers", "got 3"),
     in_python(lambda: made(weights=[1, -2]), "weights: expected a list", "[1, -2]"),
     in_python(lambda: made(weights=[0, 0]), "not all 0", "weights", "[0, 0]"),
@@ -130,7 +117,6 @@ PYTHON = [
     in_python(lambda: fitted(stepping(each_loss, **HALVES)), "Mine.batch_size", "(25,)", "1000"),
     in_python(lambda: fitted(stepping(each_loss, **TEXT)), "Mine.batch_size", "'x'"),
     in_python(lambda: fitted(data=of_two_sizes()), "batch['x'] has 4", "batch['y'] has 3"),
-    in_python(lambda: fitted(Listed()), "Listed.layers[0]", "nn.ModuleList"),
     in_python(
         lambda: DataParallel(Classifier(), ["cpu", "cpu"], output_device=5), "from 0 to 1", "5"
     ),

@@ -172,13 +172,6 @@ def test_a_name_that_is_gone_is_an_error_with_the_release() -> None:
         lightning_private.found(_trainer(), "_gone")
 
 
-@pytest.mark.parametrize(("devices", "count"), [(3, 3), ("3", 3), ("auto", None), (1, None)])
-def test_how_many_devices_a_trainer_was_asked_for(devices: Any, count: int | None) -> None:
-    """On the CPU 1 is what "auto" comes to."""
-    job = _trainer(devices=devices, strategy="ddp")
-    assert lightning_private.devices_asked_for(job) == count
-
-
 def test_hook_tables_and_fixed_names_are_all_there() -> None:
     names = {name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name}
     assert names == set(HOOKS) == set(private.HOOK_TABLES)

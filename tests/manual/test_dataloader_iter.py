@@ -61,13 +61,7 @@ def unsized() -> DataLoader[Any]:
     return DataLoader(Unsized(), batch_size=8)
 
 
-@pytest.mark.parametrize(
-    ("make", "data"),
-    [
-        (Iterating, unsized),
-        (Pairs, loader),
-    ],
-)
+@pytest.mark.parametrize(("make", "data"), [(Iterating, unsized), (Pairs, loader)])
 def test_the_numbers_and_the_batches_are_those_of_one_device(make: Any, data: Any) -> None:
     torch.set_default_dtype(torch.float64)
     several, one = run(make, 3, data=data), run(make, 1, data=data)
@@ -81,6 +75,5 @@ def test_steps_with_batches_stay_in_step_mode(caplog: pytest.LogCaptureFixture) 
     trainer(2).fit(Classifier(), loader(), loader())
     assert "forward mode" not in caplog.text
     trainer(2).fit(Iterating(), loader(), loader())
-    assert "Iterating runs in forward mode, as its training_step takes dataloader_iter" in (
-        caplog.text
-    )
+    line = "Iterating runs in forward mode, as its training_step takes dataloader_iter"
+    assert line in caplog.text

@@ -8,56 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from support.oracle import Classifier, loader, trainer
 from support.processes import run_in_processes
+from test_logged_values import History, Logging, log_rows
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 
-class History(Callback):
-    """What loggers, callbacks and the progress bar know after every batch."""
+def log_all(module: Any, batch: Any, batch_idx: int) -> None:
+    """The law table of logged values; what is synced or of rank zero; a key from some batch on."""
+    x = batch[0]
+    log_rows(module, batch, batch_idx)
+    both = {"on_step": True, "on_epoch": True}
+    module.log("synced", x.mean(), sync_dist=True, **both)
+    module.log("zero", x.mean(), rank_zero_only=True, **both)
+    for column in (0, 1):
+        module.log("twice", x[:, column].mean())
+    if batch_idx:
+        module.log("late", x.mean().item(), **both)
 
+
+class LogsAll(Logging):
     def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def on_train_batch_end(self, job: Any, *_: Any) -> None:
-        own = (job.callback_metrics, job.logged_metrics, job.progress_bar_metrics)
-        self.rows.append([{k: torch.as_tensor(v).clone() for k, v in d.items()} for d in own])
-
-    def on_validation_end(self, job: Trainer, *_: Any) -> None:
-        self.on_train_batch_end(job)
-
-
-class LogsAll(Classifier):
-    """Logs values of all kinds with all ways to reduce them; some keys from some batch on."""
-
-    def log_all(self, batch: Any, prefix: str) -> None:
-        x, y = batch
-        n, valid = len(x), x[x[:, 0] > 0.5]
-        both = {"on_step": True, "on_epoch": True}
-        self.log(f"{prefix}/mean", x.mean(), prog_bar=True, **both)
-        self.log(f"{prefix}/sum", x.sum(), reduce_fx="sum", **both)
-        self.log(f"{prefix}/min", x.min(), reduce_fx="min", **both)
-        self.log(f"{prefix}/max", x.max(), reduce_fx=torch.max, **both)
-        self.log(f"{prefix}/number", x.mean().item(), **both)
-        self.log(f"{prefix}/int", y.sum(), reduce_fx="sum", **both)
-        self.log(f"{prefix}/tokens", x[:, 0].mean(), batch_size=7 * n, **both)
-        self.log(f"{prefix}/valid", valid.mean(), batch_size=len(valid), on_epoch=True)
-        self.log_dict({f"{prefix}/a": x[:, 2].mean(), f"{prefix}/b": x[:, 3].mean()})
-        for column in (0, 1):
-            self.log(f"{prefix}/twice", x[:, column].mean())
-        self.log(f"{prefix}/synced", x.mean(), sync_dist=True, **both)
-        self.log(f"{prefix}/zero", x.mean(), rank_zero_only=True, **both)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx > 0:
-            self.log_all(batch, f"train/{self.current_epoch}")
-        return self.loss(batch)
+        super().__init__(log_all)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log_all(batch, "val")
+        super().validation_step(batch, batch_idx)
         self.log(f"val/{dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
 
 

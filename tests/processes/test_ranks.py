@@ -71,6 +71,15 @@ class Limited(Classifier):
         self.words = nn.Embedding(3, 2, max_norm=1.0)
 
 
+class Sparse(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(3, 10, sparse=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x + self.words(x[:, 0].long() % 3))
+
+
 class Manual(ByHand, Classifier):
     pass
 
@@ -99,6 +108,7 @@ def all_refused() -> list[str]:
         refused(Manual, {}),
         refused(Classifier, {}, sync_batchnorm=True),
         refused(Limited, {}),
+        refused(Sparse, {}),
         refused(Classifier, {}, callbacks=[BatchSizeFinder()]),
     ]
 
@@ -111,6 +121,7 @@ REFUSALS = [
     "got forward mode, as it sets automatic_optimization = False",
     "sync_batchnorm: expected False in several processes",
     "max_norm: expected None on several devices, got 1.0",
+    r"Expected dense gradients .* shape \(3, 10\)",
     "Batch size finder is not supported with distributed strategies",
 ]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_in_processes
-from test_exchange import world
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -19,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_dp.parallel.processes import World
 from lightning_dp.parallel.split import even
 from lightning_dp.processes import RankLoader, open_slices
 
@@ -92,7 +93,8 @@ def opened(part: Any) -> tuple[list[int], bool]:
 
 def loaded(workers: bool) -> dict[str, Any]:
     """Both epochs of every loader, by this rank; and what it refuses."""
-    everyone = world()
+    torch.distributed.init_process_group("gloo")
+    everyone = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(everyone.rank)
 
     def sliced(loader: Any) -> RankLoader:

@@ -29,9 +29,8 @@ from support.oracle import (
 )
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
-from lightning_dp.monitor import callback
-from lightning_dp.monitor.display import as_png, figure_of
-from lightning_dp.monitor.history import Period
+from lightning_dp import monitor as monitors
+from lightning_dp.monitor import Period, as_png, figure_of
 from lightning_dp.parallel.split import StepUsage
 
 STEPS = EPOCHS * 3
@@ -211,7 +210,7 @@ def test_nothing_is_measured_before_a_fit_and_on_one_device(strategy: str | None
 
 
 def test_a_long_fit_has_few_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callback, "MOST_PERIODS", 4)
+    monkeypatch.setattr(monitors, "_MOST_PERIODS", 4)
     monitor = watched(max_epochs=5)
     assert [period.steps for period in monitor.periods] == [4, 4, 4, 3]
     assert sum(monitor.periods, Period()) == monitor.total

@@ -298,7 +298,7 @@ def several_devices(name: str, key: str) -> dict[str, Any]:
     option = OPTIONS[key]
     module = kind_of(name, option)()
     mode = {"mode": module.mode} if module.mode == "forward" else {}
-    devices = oracle.DEVICES or option.devices
+    devices = option.devices
     strategy = DataParallelStrategy(**{**option.strategy(devices), **mode})
     return record(trainer_of(devices, oracle.accelerator(), option, strategy=strategy), module)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import oracle
-from support.oracle import Classifier, assert_same, loader, run
+from support.oracle import Classifier, assert_same, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -138,6 +137,21 @@ class TalksToRecurrentLayers(Classifier):
         return self.net(self.last(states[:, -1]))
 
 
+class HasLayersInAList(Classifier):
+    """A layer that `parameters()` does not find, beside some that are registered elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [self.net[0], nn.ReLU(), {"hidden": nn.Linear(10, 10).double()}]
+        self.save_hyperparameters({"layers": [nn.Linear(1, 1)]})
+
+    def on_fit_start(self) -> None:
+        self.layers[2]["hidden"].to(self.device)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(self.layers[1](self.layers[2]["hidden"](x)))
+
+
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.parametrize(
     "kind",
@@ -148,6 +162,7 @@ class TalksToRecurrentLayers(Classifier):
         KeepsReferences,
         KeepsFunctions,
         TalksToRecurrentLayers,
+        HasLayersInAList,
     ],
 )
 def test_it_trains_as_on_one_device(kind: Callable[[], Classifier], mode: str) -> None:
@@ -162,38 +177,3 @@ def test_gradients_inside_of_a_step(kind: Callable[[], Classifier], executor: st
     strategy = {"executor": executor}
     options = {"inference_mode": False, "max_epochs": 2}
     assert_same(run(kind, 3, strategy=strategy, **options), run(kind, 1, **options))
-
-
-class Hides(Classifier):
-    """Layers where `parameters()` does not find them."""
-
-    def __init__(self, hide: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        self.hidden = hide(nn.Linear(10, 10))
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self.net(x), y)
-
-
-@pytest.mark.parametrize(
-    ("hide", "name"),
-    [
-        (lambda layer: [layer], r"hidden\[0\]"),
-        (lambda layer: ("x", layer), r"hidden\[1\]"),
-        (lambda layer: {"a": [nn.ReLU(), layer]}, r"hidden\['a'\]\[1\]"),
-    ],
-)
-def test_layers_in_plain_containers_are_named(hide: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"Hides\.{name}: expected .* got Linear.*ModuleList"):
-        oracle.trainer(2).fit(Hides(hide), loader(), loader())
-
-
-def test_what_is_no_layer_of_its_own_may_be_in_plain_containers() -> None:
-    class Keeps(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = [self.net[0], self.net[2], nn.ReLU(), nn.CrossEntropyLoss()]
-            self.save_hyperparameters({"layers": [nn.Linear(1, 1)]})
-
-    oracle.trainer(2, max_epochs=1).fit(Keeps(), loader(), loader())

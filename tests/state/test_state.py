@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, prune
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.scatter.shards import Shards
-from lightning_dp.state import Merge, copied, refill
+from lightning_dp.state import Merge, copied
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 CPU = torch.device("cpu")
@@ -227,48 +227,19 @@ def test_any_appends_leave_what_one_device_has(
         assert plain(several) == plain(one)
 
 
-@given(st.lists(st.sampled_from([APPEND, EXTEND, lambda items, x: items.clear()]), max_size=5))
-def test_what_was_done_can_be_undone(ops: list[Step]) -> None:
-    own: deque[Any] = deque([["a"], "b", {"c": [1]}], maxlen=4)
-    before, inner = copied(own), own[0]
-    for op in ops:
-        op(own, samples(2))
-    inner.append("more")
-    refill(own, before)
-    assert own == before and own.maxlen == 4
-
-
 class Attributes(Classifier):
-    """Values that all replicas have alike, and tensors that hooks change."""
-
-    mask: Tensor | None = None
+    """Values that all replicas have alike."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps = 0
         self.latest: dict[str, Any] = {"index": None, "kept": 1}
 
-    def on_fit_start(self) -> None:
-        self.scale = torch.ones(10, device=self.device)
-        self.bound = torch.ones(10, device=self.device)
-
-    on_validation_start = on_test_start = on_predict_start = on_fit_start
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.scale *= 0.9
-        self.bound = self.bound * 0.9
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.last = batch_idx
         self.steps += 1
         self.latest["index"] = torch.tensor(batch_idx, device=self.device)
         return super().training_step(batch, batch_idx)
-
-    def loss(self, batch: Any) -> Tensor:
-        if self.mask is None:
-            self.mask = torch.arange(10, device=self.device) % 3 > 0
-        assert self.mask.device == self.scale.device == self.bound.device == self.device
-        return super().loss([batch[0] * self.mask * self.scale * self.bound, batch[1]])
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [0, 1, 1]], ids=str)
@@ -320,15 +291,7 @@ def test_what_hooks_collect_on_a_layer_is_one_devices(prepare: Any) -> None:
     assert_equal_trees(*kept, "kept", atol=1e-10)
 
 
-class Last(nn.Module):
-    """The last position's output of a recurrent layer."""
-
-    def forward(self, outputs: Any) -> Tensor:
-        return outputs[0][:, -1]
-
-
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
-    "recurrent": lambda: [nn.Unflatten(1, (1, 10)), nn.GRU(10, 3, batch_first=True), Last()],
     "spectral norm": lambda: [nn.utils.spectral_norm(nn.Linear(10, 3))],
     "pruned": lambda: [prune.l1_unstructured(nn.Linear(10, 3), "weight", amount=5)],
     "instance norm": lambda: [

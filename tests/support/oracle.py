@@ -26,7 +26,6 @@ from support import device_kinds
 
 ON = "cpu"  # the kind of devices a test is on (see `device_kinds`); the oracle is always the CPU
 TOGETHER = False  # whether several processes run the same test, see `rerun_in_processes`
-DEVICES: int | None = None  # that these have together; None for what the test says
 EPOCHS = 2  # what an epoch leaves must reach the next one
 SAMPLES = 53  # in batches of 25: 25, 25 and a last batch of 3, smaller than K = 4
 BATCH = 25

@@ -32,9 +32,9 @@ class Outcomes:
             self.found.setdefault(report.nodeid, "passed")
 
 
-def outcomes(names: Sequence[str], devices: int | None, options: Sequence[str]) -> dict[str, str]:
+def outcomes(names: Sequence[str], options: Sequence[str]) -> dict[str, str]:
     """Runs tests in this process."""
-    oracle.TOGETHER, oracle.DEVICES = True, devices
+    oracle.TOGETHER = True
     seen, printed = Outcomes(), io.StringIO()
     fixed = ["-q", "-s", "-p", "no:cacheprovider", "-n", "0", "-m", "not interop"]
     # One that hangs ends the run.
@@ -47,17 +47,14 @@ def outcomes(names: Sequence[str], devices: int | None, options: Sequence[str]) 
     return seen.found
 
 
-def assert_pass_in_two_processes(
-    names: Sequence[str], options: Sequence[str] = (), devices: int | None = None
-) -> None:
+def assert_pass_in_two_processes(names: Sequence[str], options: Sequence[str] = ()) -> None:
     """Runs tests in two processes, of which each must pass all.
 
     Args:
         names: of files, or of tests in them, as pytest takes them, in the folder of tests.
         options: others for pytest.
-        devices: how many they have together; None for what the tests say.
     """
-    found = run_in_processes(outcomes, 2, names, devices, options, seconds=600.0)
+    found = run_in_processes(outcomes, 2, names, options, seconds=600.0)
     failed = [
         f"{name}, process {rank}: {text}"
         for rank, own in enumerate(found)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from metrics.test_logged_values import History, Logging, log_rows
 from support.oracle import Classifier, loader, trainer
 from support.processes import run_in_processes
-from test_logged_values import History, Logging, log_rows
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score

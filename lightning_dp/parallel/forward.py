@@ -123,7 +123,7 @@ class ForwardParallel(Engine):
     @property
     def is_training(self) -> bool:
         """Whether any part of the module is in training mode."""
-        return any([module.training for module in self.replicas.submodules[0]])
+        return any(module.training for module in self.replicas.submodules[0])
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""

@@ -132,13 +132,15 @@ class ParameterHooks(NamedTuple):
 
 gradient_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 """Hooks that autograd calls with the gradient, or with None where there is none."""
+accumulation_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooked(parameters: Tensors) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
-    tables = list(map(hooks_of, parameters))
-    return [i for i, hooks in enumerate(tables) if any(hooks)] if any(map(any, tables)) else []
+    if not any(map(gradient_hooks, parameters)) and not any(map(accumulation_hooks, parameters)):
+        return []
+    return [i for i, parameter in enumerate(parameters) if any(hooks_of(parameter))]
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:

@@ -24,7 +24,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -400,9 +400,11 @@ class Calls:
         for task in () if in_threads else tasks:
             if task.state is NOT_BEGUN:  # else a rendezvous has begun it in its worker
                 task.on_main_thread, task.state = True, RUNNING
-                stays = task.device.type == "cpu"
-                with nullcontext() if state is None or stays else state.moved_to(task.device):
+                if state is None:
                     task.run()
+                else:
+                    with state.moved_to(task.device):
+                        task.run()
                 task.state = ENDED
             if task.error is not None or self.broken is not None:
                 break

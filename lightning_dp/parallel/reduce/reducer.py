@@ -97,9 +97,7 @@ class Reducer:
         itself has left gradients on replicas, which the root gets now.
         """
         self._forward = shards
-        rows = self._replicas.parameters
-        if {*map(_GRAD, chain.from_iterable(rows[1:]))} - {None}:
-            reduce_gradients(rows)
+        reduce_gradients(self._replicas.parameters)
         if not torch.is_grad_enabled():
             self.take_buffers()
 
@@ -208,6 +206,7 @@ class JointBackward:
     ) -> None:
         self.name, self.shards, self.crosses = name, shards, crosses
         self.parts = [(k, loss, w) for k, loss, w in parts if w != 0 and loss.requires_grad]
+        self._is_freed = False
         self._run = weakref.WeakMethod(run)
         self._streams = side_streams(devices) if devices else []
 
@@ -224,6 +223,12 @@ class JointBackward:
         run = self._run()
         if run is None:
             raise RuntimeError("Expected a loss whose engine still exists, got one that is gone.")
+        if self._is_freed:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, after its first backward has "
+                "freed it. Call the first one with retain_graph=True."
+            )
+        self._is_freed = not keep_graph
         try:
             # Autograd's thread has other current streams.
             with on_streams(self._streams) if self._streams else nullcontext():
@@ -236,11 +241,13 @@ class JointBackward:
     def tasks(
         self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
     ) -> list[Task]:
-        """The replicas' backwards, see the note."""
+        """The replicas' backwards, see the note. Each frees its graph, unless that is kept."""
         tasks = []
         for k, loss, weight in self.parts:
-            backward = partial(loss.backward, gradient * weight, retain_graph=keep_graph)
+            backward = partial(_backward, [loss], gradient * weight, keep_graph)
             tasks.append(Task(k, devices[k], backward, partial(self.shards.place, "backward", k)))
+        if not keep_graph:
+            self.parts.clear()
         return tasks
 
     def run_together(self, gradient: Tensor, keep_graph: bool) -> None:
@@ -249,6 +256,11 @@ class JointBackward:
         gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
         losses = [loss for _, loss, _ in self.parts]
         torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
+
+
+def _backward(losses: list[Tensor], gradient: Tensor, keep_graph: bool) -> None:
+    """The backward of the loss in the list, which goes: a graph is freed fastest where it ran."""
+    losses.pop().backward(gradient, retain_graph=keep_graph)
 
 
 class _JointLoss(torch.autograd.Function):
@@ -345,8 +357,7 @@ class Backward:
         """Brings the sums to the root: of the replicas, then of all ranks."""
         if self._overlap is not None:
             self._overlap.end()
-        if len(self._rows) > 1:
-            reduce_gradients(self._rows)
+        reduce_gradients(self._rows)
         if self._world is not None:
             from lightning_dp.parallel.processes import sum_gradients
 
@@ -445,13 +456,15 @@ def reduce_gradients(parameters: Sequence[Sequence[Tensor]]) -> None:
     Args:
         parameters: of each replica, the root's first.
     """
-    root, others = parameters[0], parameters[1:]
-    if not root:
+    root = parameters[0]
+    rows = [(replica, list(map(_GRAD, replica))) for replica in parameters[1:]]
+    filled = [(replica, row) for replica, row in rows if {*row} - {None}]
+    if not filled:
         return
     before = list(map(_GRAD, root))
     sums = list(before)
-    for replica in others:
-        row, device = list(map(_GRAD, replica)), root[0].device
+    for replica, row in filled:
+        device = root[0].device
         _add(sums, row if replica[0].device == device else gradients_on(device, row))
         clear_gradients(replica)
     for parameter, total, old in zip(root, sums, before, strict=True):

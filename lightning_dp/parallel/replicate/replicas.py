@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
-from itertools import chain, compress, count
+from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_not, ne
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -50,7 +50,7 @@ ParameterCopies: TypeAlias = Literal["changed", "frozen", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 Table: TypeAlias = dict[str, Tensor | None]
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 _HOOK_TABLES = frozenset(HOOK_TABLES)
 
 
@@ -93,7 +93,11 @@ class Replicas:
         self._are_dropped = False
         structure = ModuleStructure(self._root, self._devices[0])
         self._structure, self._tables = structure, Contents(structure.tables)
-        self._with_buffers = [m for m in structure.modules if buffer_table(m)]
+        self._hooks = structure.hooks()
+        with_buffers = [m for m in structure.modules if buffer_table(m)]
+        # In training these only write to their buffers, which nobody trains.
+        self._norms = [m for m in with_buffers if type(m) in BATCH_NORMS]
+        self._read_tables = [buffer_table(m) for m in with_buffers if type(m) not in BATCH_NORMS]
         self.root_parameters = structure.parameters
         self.compiles = holds_compiled_code(self._root)
         self.packing = Packing(structure.parameters)
@@ -149,7 +153,7 @@ class Replicas:
             others = [replica for replica in self._others if not active or replica.k in active]
             # Of other shapes or dtypes, parameters do not fit into the memory of copies elsewhere.
             fit = not self._have_copies or self.packing.fits(self.root_parameters)
-            if are_dropped or not fit or self._tables.differ():
+            if are_dropped or not fit or self._has_other_parts():
                 self._build()
             elif others:
                 self._copy_parameters(others, everything, frozen=parameters == "frozen")
@@ -186,9 +190,13 @@ class Replicas:
             for i in positions.intersection(self.packing.alone):
                 replica.parameters[i].data.copy_(roots[i].data)
 
+    def _has_other_parts(self) -> bool:
+        """Whether a parameter, submodule, buffer or hook has come or gone."""
+        return self._tables.differ() or self._structure.hooks() != self._hooks
+
     def _reads_buffers(self) -> bool:
-        """Whether a forward reads a buffer. Batch norm in training only writes to its own."""
-        return any([type(m) not in BATCH_NORMS or not m.training for m in self._with_buffers])
+        """Whether a forward reads a buffer."""
+        return bool(self._read_tables) or not all(map(_TRAINING, self._norms))
 
     def _copy_buffers(self, others: Sequence[Replica]) -> bool:
         """Gives replicas new buffers, with the root's values; whether there are any."""
@@ -213,7 +221,7 @@ class Replicas:
         self._have_graphs = any([copier.has_graphs for copier in copiers])
         self.compiles |= any([copier.compiles for copier in copiers])
         self.run_in_order = any([copier.runs_in_order for copier in copiers])
-        self._attributes = Contents([vars(owner).values() for owner in self._structure.owners])
+        self._attributes = Attributes(self._structure.owners)
         self._containers = Contents([c for copier in copiers for c in copier.containers])
         self._moved = [tensor for copier in copiers for tensor in copier.moved]
         self._moved_versions = versions_of(self._moved)
@@ -241,11 +249,12 @@ class Replicas:
         """
         changed = False
         for replica in self._others:
-            # Parameters of its own may be in graphs of earlier steps.
-            replica.has_gradients |= not (replica.in_root_memory and share)
-            if replica.in_root_memory and replica.shares != share:
-                replica.share(share)
-                changed = True
+            if replica.in_root_memory:
+                # Once its own parameters are in graphs, a later step may run the backward of these.
+                replica.has_gradients |= not share
+                if replica.shares != share:
+                    replica.share(share)
+                    changed = True
         if changed and self._hold_tensors:
             self._copy_attributes()
 
@@ -265,7 +274,8 @@ class Replicas:
 
         One that a step has computed, and left with its graph, is read as a value.
         """
-        if any([b.requires_grad and b.is_leaf for b in self.root_buffers if b is not None]):
+        present = [buffer for buffer in entries(self._read_tables) if buffer is not None]
+        if any([buffer.requires_grad and buffer.is_leaf for buffer in present]):
             buffers = self._root.named_buffers()
             names = [name for name, b in buffers if b.requires_grad and b.is_leaf]
             raise ValueError(
@@ -312,10 +322,10 @@ class Replica:
         self._source, self.k, self.device = source, k, device
         self.is_behind = True  # trained parameters may have changed without a trace
         self.shares = False  # whether it computes with the root's own parameters
-        self.has_gradients = False  # backwards may fill its own parameters
         roots, is_there = source.parameters, device == source.device
         # What shares the memory of an inference tensor could never be trained.
         self.in_root_memory = is_there and not any([p.is_inference() for p in roots])
+        self.has_gradients = not self.in_root_memory  # a backward may fill its own parameters
         self.packed, self._memory = list[Packed](), [p.detach() for p in roots]
         if not self.in_root_memory:
             self.packed, self._memory = packing.memory(roots, device)
@@ -544,6 +554,24 @@ class Contents:
         if list(map(len, self._containers)) != self._lengths:
             return True
         return any(map(is_not, chain.from_iterable(self._filled), self._items))
+
+
+class Attributes:
+    """The attributes of modules and parameters at one moment, compared by identity."""
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._tables = list(map(vars, owners))
+        self._lengths = list(map(len, self._tables))
+        places = [(table, name) for table in self._tables for name in table.keys() - FIXED_NAMES]
+        self._places = [table for table, _ in places], [name for _, name in places]
+        self._values = [table[name] for table, name in places]
+
+    def differ(self) -> bool:
+        """Whether the owners have other attributes now."""
+        if list(map(len, self._tables)) != self._lengths:
+            return True
+        absent = repeat(self)
+        return any(map(is_not, map(dict.get, *self._places, absent), self._values))
 
 
 class ParameterState(NamedTuple):

@@ -33,7 +33,7 @@ class ModuleStructure:
         parameters: the parameters.
         buffer_tables: the modules' buffers by name.
         owners: what has attributes: modules and parameters.
-        tables: containers whose items change where a parameter, submodule, buffer or hook is added,
+        tables: containers whose items change where a parameter, submodule or buffer is added,
             replaced or removed.
     """
 
@@ -48,10 +48,9 @@ class ModuleStructure:
         self.buffer_tables = list(map(buffer_table, self.modules))
         self.owners: list[Any] = [*self.modules, *self.parameters]
         bound += map(child_table, self.modules)
-        # Buffers are compared by their names, hooks by their numbers, which are never used again.
-        named: list[dict[Any, Any]] = [*self.buffer_tables]
-        named += chain.from_iterable(map(hook_tables, self.modules))
-        self.tables: list[Collection[Any]] = [*map(dict.values, bound), *map(dict.keys, named)]
+        names = map(dict.keys, self.buffer_tables)  # what they name changes in every step
+        self.tables: list[Collection[Any]] = [*map(dict.values, bound), *names]
+        self._hook_tables = list(chain.from_iterable(map(hook_tables, self.modules)))
 
     def _walk(self, module: nn.Module, seen: set[int]) -> None:
         if id(module) in seen:
@@ -64,6 +63,10 @@ class ModuleStructure:
                 self._walk(child, seen)
         for _, hidden in layers_in(vars(module), ""):
             self._walk(hidden, seen)
+
+    def hooks(self) -> list[int]:
+        """The numbers of the modules' present hooks; none is used a second time."""
+        return list(chain.from_iterable(filter(None, self._hook_tables)))
 
     def is_replicated(self, tensor: Tensor | None) -> bool:
         """Whether it lies on the root's device; replicas share tensors that lie elsewhere."""

@@ -198,7 +198,7 @@ class Engine:
         has it, or `Shards`, which are cut already.
         """
         self._counted = ()
-        self.reducer.can_restore = False
+        self.reducer.snapshot = None
         stage = record_function if is_profiling() else nullcontext
         if not isinstance(batch, Shards):
             with stage("lightning_dp.plan"):

@@ -189,10 +189,26 @@ def test_sums_and_parameters_share_buffers_in_order(places: tuple[int, ...]) -> 
     memory = [packing.memory(sums, device) for device in devices if device != devices[0]]
     targets = list(zip(*(packed for packed, _ in memory), strict=True))
     rows = [[t.cpu() for t in row] for row in zip(sums, *terms, strict=True)]
-    for _ in range(3):  # the host waits for nothing
-        add_up(packing, [sums, *terms])
+    copies = [[[t.clone() for t in row] for row in terms] for _ in range(3)]  # sums are in place
+    for own in copies:  # the host waits for nothing
+        add_up(packing, [sums, *own])
         packing.send(sums, targets)
     for _, tensors in memory:
         for own, (first, *others) in zip(tensors, rows, strict=True):
             torch.testing.assert_close(own.cpu(), first + 3 * sum(others))
     packing.send(sums, targets)
+
+
+@pytest.mark.parametrize("size", [2**22, 2**12])
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_terms_may_lie_otherwise_than_the_sum(
+    size: int, other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row is channels_last; the tensor passes as a whole, or in 32 pieces."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", size)
+    rows = [[torch.randn(8, 16, 16, 16).to(device)] for device in devices_of(3)]
+    packing = Packing(rows[0])
+    rows[other][0] = rows[other][0].to(memory_format=torch.channels_last)
+    right = sum(row[0].cpu() for row in rows)
+    add_up(packing, rows)
+    torch.testing.assert_close(rows[0][0].cpu(), right)

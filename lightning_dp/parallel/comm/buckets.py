@@ -16,7 +16,7 @@ from lightning_dp.parallel.torch_private import copy_to_each
 BUCKET_BYTES = 4 * 2**20
 """A bucket is full at this size; a larger tensor has one of its own."""
 PIECE_BYTES = 2**20
-"""Parameters, and gradients of large tensors, pass along the chain in pieces of this size."""
+"""Parameters pass along the chain in pieces of this size, gradients a bucket at a time."""
 
 _ALIGNMENT = 256  # bytes, as kernels expect of memory of their own
 _PLAIN = frozenset([Tensor, nn.Parameter])
@@ -46,8 +46,6 @@ class Bucket:
         self.order, self.positions = list(order), frozenset(order)
         self.dtype = tensors[0].dtype
         self._kinds = list(map(kind, tensors))
-        self._length = tensors[0].numel()  # of the first tensor
-        self._is_large = len(tensors) == 1 and self._length > elements_per_piece(self.dtype)
         self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         step = _ALIGNMENT // self.dtype.itemsize
         ends = [*accumulate(-(-tensor.numel() // step) * step for tensor in tensors)]
@@ -70,38 +68,28 @@ class Bucket:
         ]
         return Packed(flat, views)
 
-    def flat_memory(self, row: Sequence[Tensor]) -> Tensor | None:
-        """The memory of a bucket's only tensor, if it lies as the bucket would have it."""
-        if len(row) > 1 or row[0].stride() != self._like[0].stride():
-            return None
-        return row[0].detach().as_strided([self._length], [1])
-
-    def pieces(self, row: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """What is passed on at a time: the row, or if it is one large tensor, slices of it."""
-        flat = self.flat_memory(row) if self._is_large else None
-        step = elements_per_piece(self.dtype)
-        return [row] if flat is None else [[piece] for piece in flat.split(step)]
-
-    def like(self, piece: Sequence[Tensor], device: torch.device) -> Packed:
-        """New memory for a piece."""
-        if not self._is_large:
-            return self.on(device)
-        flat = torch.empty_like(piece[0], device=device)
-        return Packed(flat, [flat])
+    def pack(self, row: Sequence[Tensor]) -> Packed:
+        """Copies a row into new memory; a single dense tensor is flat, and has no views then."""
+        if len(row) == 1 and row[0].stride() == self._like[0].stride():
+            return Packed(row[0].detach().as_strided([row[0].numel()], [1]), [])
+        packed = self.on(row[0].device)
+        copy_to_each(packed.views, row)
+        return packed
 
     def is_whole(self, row: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-        """Whether a row is all of the bucket, as it can be sent; slices need dense memory."""
+        """Whether a row is all of the bucket, as it can be sent."""
         tensors: Sequence[Any] = row
         if not _PLAIN.issuperset(map(type, tensors)) or [*map(kind, tensors)] != self._kinds:
             return False
-        if any([t.is_conj() or t.is_neg() for t in tensors]):  # computed when it is read
-            return False
-        return not self._is_large or self.flat_memory(tensors) is not None
+        # Those that are computed when they are read are not what lies in memory.
+        return not any([t.is_conj() or t.is_neg() for t in tensors])
 
 
-def elements_per_piece(dtype: torch.dtype) -> int:
-    """How many elements of a large tensor are passed on at a time."""
-    return max(1, PIECE_BYTES // dtype.itemsize)
+def in_pieces(rows: Sequence[Tensor], num_bytes: int) -> Iterator[tuple[Tensor, ...]]:
+    """Flat tensors of one length in pieces of about this size; equal places come together."""
+    length = min(row.numel() for row in rows)  # a packed row has gaps, also at its end
+    count = max(1, length * rows[0].itemsize // num_bytes)
+    return zip(*[row[:length].chunk(count) for row in rows], strict=True)
 
 
 def group(tensors: Sequence[Tensor], *, has_graphs: bool = False) -> Iterator[list[int]]:
@@ -169,9 +157,8 @@ def _sent(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     if len(tensors) > 1:
         with torch.no_grad():
             bucket = Bucket(range(len(tensors)), tensors)
-            packed = bucket.on(tensors[0].device)
-            copy_to_each(packed.views, tensors)
-            return bucket.in_memory(packed.flat.to(device, non_blocking=True)).views
+            flat = bucket.pack(tensors).flat
+            return bucket.in_memory(flat.to(device, non_blocking=True)).views
     # A nested tensor's graph cannot pass through a function of our own.
     to_cpu = device.type == "cpu" and torch.is_grad_enabled() and tensors[0].requires_grad
     if to_cpu and can_be_packed(tensors[0]):

@@ -19,12 +19,13 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.comm import buckets
 from lightning_dp.parallel.comm.buckets import (
     Bucket,
     Packed,
     can_be_packed,
-    elements_per_piece,
     group,
+    in_pieces,
     kind,
 )
 from lightning_dp.parallel.comm.streams import (
@@ -102,19 +103,16 @@ class Packing:
         """Starts the sum of the replicas' rows of bucket j, in place of the first row, the root's.
 
         The devices are accelerators, and each row `is_whole`. The rows are complete at the `ready`
-        events; `wait_for_copies` makes the sum safe to read.
+        events, and may be written to; `wait_for_copies` makes the sum safe to read.
         """
-        bucket = self.buckets[j]
-        stops: dict[torch.device, list[list[Sequence[Tensor]]]] = {}  # each row in pieces
+        stops: dict[torch.device, list[Sequence[Tensor]]] = {}
         for row in rows:
-            stops.setdefault(row[0].device, []).append(bucket.pieces(row))
+            stops.setdefault(row[0].device, []).append(row)
         arriving = {device: copy_stream(device, "arriving") for device in stops}
         for event in ready:
             arriving[event.device].wait_event(event)
         with on_streams([*arriving.values()]):
-            for i in range(len(bucket.pieces(rows[0]))):
-                piece = {device: [row[i] for row in own] for device, own in stops.items()}
-                _add_up(bucket, piece)
+            _add_up(self.buckets[j], [*stops.values()])
 
 
 def are_accelerators(devices: Iterable[torch.device]) -> bool:
@@ -124,40 +122,28 @@ def are_accelerators(devices: Iterable[torch.device]) -> bool:
 
 def _send(bucket: Bucket, tensors: Sequence[Tensor], copies: Sequence[Packed]) -> None:
     """Sends a bucket down the chain of its copies, piece by piece."""
-    flat, packed = bucket.flat_memory(tensors), None
-    if flat is None:
-        packed = bucket.on(tensors[0].device)
-        copy_to_each(packed.views, tensors)
-        flat = packed.flat
-    step = elements_per_piece(bucket.dtype)
-    stops = [own[: flat.numel()].split(step) for own in (flat, *[copy.flat for copy in copies])]
-    for parts in zip(*stops, strict=True):
-        for source, target in pairwise(parts):
+    packed = bucket.pack(tensors)
+    for pieces in in_pieces([packed.flat, *[copy.flat for copy in copies]], buckets.PIECE_BYTES):
+        for source, target in pairwise(pieces):
             _pass_on(source, target)
-    if packed is not None:
-        _give_back(packed.flat)
+    _give_back(packed)
 
 
-def _add_up(bucket: Bucket, stops: dict[torch.device, list[Sequence[Tensor]]]) -> None:
-    """Sends a piece up the chain, from the last device to the root."""
-    root, *others = stops
-    total, *terms = stops[root]
-    for row in terms:
-        add_to_each(total, row)
-    sent: Packed | None = None  # the sum so far
-    for device in [*reversed(others), root] if others else ():
-        here = bucket.like(total, device)
-        rows = [] if device is root else list(stops[device])
-        if sent is None:
-            copy_to_each(here.views, rows.pop(0))
-        else:
-            _pass_on(sent.flat, here.flat)
-            _give_back(sent.flat)
-        for row in rows:
-            add_to_each(here.views, row)
-        sent = here
-    if sent is not None:
-        add_to_each(total, sent.views)
+def _add_up(bucket: Bucket, stops: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+    """Adds up the rows of each device; sends the sums up the chain, from the last device on."""
+    for total, *terms in stops:
+        for row in terms:
+            add_to_each(total, row)
+    sums = [bucket.pack(rows[0]) for rows in reversed(stops)]
+    for pieces in in_pieces([packed.flat for packed in sums], buckets.BUCKET_BYTES):
+        for source, target in pairwise(pieces):
+            arrived = torch.empty_like(target)
+            _pass_on(source, arrived)
+            target.add_(arrived)
+    for packed in sums:
+        _give_back(packed)
+    if sums[-1].views:
+        copy_to_each(stops[0][0], sums[-1].views)
 
 
 def _pass_on(source: Tensor, target: Tensor) -> None:
@@ -171,6 +157,7 @@ def _pass_on(source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)  # the target's current stream waits for it
 
 
-def _give_back(memory: Tensor) -> None:
+def _give_back(packed: Packed) -> None:
     """Memory of the chain's own is used again when the copies that leave it are through."""
-    memory.record_stream(copy_stream(memory.device, "leaving"))
+    if packed.views:
+        packed.flat.record_stream(copy_stream(packed.flat.device, "leaving"))

@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.comm import can_be_packed
 from lightning_dp.parallel.torch_private import copy_to_each
 
 Buffers: TypeAlias = Literal["first", "mean"]
@@ -50,21 +49,14 @@ def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 class BufferSnapshot:
-    """The values of buffers at one moment. Its memory is kept, and copied to in few kernels."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._values: list[Tensor] = []
+    """The values of buffers at the moment when it is made, copied in few kernels."""
 
     @torch.no_grad()
-    def take(self, buffers: Sequence[Tensor | None]) -> None:
-        """Copies the buffers."""
+    def __init__(self, buffers: Sequence[Tensor | None]) -> None:
         self._buffers = [buffer for buffer in buffers if buffer is not None]
-        are_alike = list(map(_FORM, self._buffers)) == list(map(_FORM, self._values))
-        if self._buffers and are_alike and all(map(can_be_packed, self._buffers)):
+        self._values = list(map(torch.empty_like, self._buffers))
+        if self._buffers:
             copy_to_each(self._values, self._buffers)
-        else:
-            self._values = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -64,8 +64,8 @@ class Overlap:
             return
         for stream in streams - {here}:
             here.wait_stream(stream)
-        # The root's are summed in place: autograd may still read those of which it has a view.
-        gradients = [g if r > 0 or is_alone_in_memory(g) else g.clone() for g in gradients]
+        # Sums are made in place: autograd may still read those of which it has a view.
+        gradients = [g if is_alone_in_memory(g) else g.clone() for g in gradients]
         ready = here.record_event()
         for p in parameters:
             p.grad = None

@@ -56,11 +56,11 @@ class Reducer:
     Attributes:
         backward: the one that runs, or has failed.
         rank_samples: of the step whose buffers the ranks have to exchange.
-        can_restore: whether the root's buffers of the present step's beginning are known.
+        snapshot: the root's buffers at the beginning of the present step, if it may be undone.
     """
 
     overlaps = True  # gradients leave accelerators while the backward runs
-    can_restore = False
+    snapshot: BufferSnapshot | None = None
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class Reducer:
         self._policy, self._world = buffers, world
         # Where memory can run out, what a step has written must be put back.
         self._can_fail = any(device.type != "cpu" for device in devices)
-        self._snapshot = BufferSnapshot()
         self._forward: Shards | None = None  # of a step whose buffers are still the replicas'
         self.backward: Backward | None = None
         self.rank_samples: Sequence[int] | None = None
@@ -86,8 +85,7 @@ class Reducer:
         if not training:
             return "changed"
         if self._can_fail:
-            self._snapshot.take(self._replicas.root_buffers)
-            self.can_restore = True
+            self.snapshot = BufferSnapshot(self._replicas.root_buffers)
         return "read" if self._root_keeps_its_buffers(shards) else "all"
 
     def after_forward(self, shards: Shards) -> None:
@@ -126,8 +124,8 @@ class Reducer:
         """Takes back what a step has left that is to be run again."""
         self._discard()
         self._forward = None
-        if self.can_restore:
-            self._snapshot.restore()
+        if self.snapshot is not None:
+            self.snapshot.restore()
 
     def settle(self) -> None:
         """Ends a step whose backward did not run or has failed."""

@@ -7,13 +7,16 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+if sys.version_info < (3, 11):
+    import exceptiongroup  # noqa: F401  # prints the notes of errors
+
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an error; Python 3.10, which shows no notes, has it in the error's text."""
+    """Adds a note to an error, as Python does since 3.11."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}",)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 @contextmanager

@@ -171,8 +171,7 @@ class Engine:
         self.reducer = Reducer(self.replicas, self.devices, buffers, world)
         names = replica_names(devices, None if world is None else world.rank)
         self.usage = list(map(DeviceUsage, devices, names))
-        self.meter = UsageMeter(devices)
-        self.meter.is_watched = self.planner.learns
+        self.meter = UsageMeter(devices, getattr(split, "learn", None))
         self.calls = Calls()  # of the replicas, in the latest apply
         seconds = Calls.timeout if timeout is None else timeout.total_seconds()
         self.executor = Executor(devices, executor, self.replicas.drop, names, seconds)
@@ -241,7 +240,7 @@ class Engine:
         Batch norm in the submodule at `path`, which is called, takes no shard of one sample.
         """
         if self.meter.is_watched:
-            self.planner.learn(self.meter.latest())  # a step that is not read in time is dropped
+            self.meter.update()  # a policy that learns gets the steps that are over
         n, reading = self._infer(batch)
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self.dim)

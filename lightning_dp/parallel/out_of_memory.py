@@ -60,8 +60,7 @@ class Recovery:
             gc.collect()
             for device in dict.fromkeys(self._devices):
                 empty_cache(device)
-            self._planner.record_oom(failed, training=training)
-            if not self._planner.has_room(sum(sizes), training=training):
+            if not self._planner.record_oom(failed, training=training):
                 raise torch.OutOfMemoryError(
                     f"{name}: expected a batch that fits in some split, got one that ran out of "
                     f"memory, at last on {where}. Make the batch smaller (accumulate_grad_batches "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -13,11 +13,7 @@ import torch
 
 from lightning_dp.parallel.apply import Task
 from lightning_dp.parallel.comm import DeviceTimer
-from lightning_dp.parallel.devices import (
-    allocated_memory,
-    peak_memory,
-    reset_peak_memory,
-)
+from lightning_dp.parallel.devices import allocated_memory, peak_memory, reset_peak_memory
 from lightning_dp.parallel.split import Sizes, StepUsage
 
 KEPT_STEPS = 1024
@@ -52,16 +48,21 @@ class UsageMeter:
     On accelerators, a replica's seconds are those between events at both ends of its forward and of
     its backward; on the CPU those that its worker spent in its calls. Each measured step resets the
     devices' peaks of memory.
+
+    Args:
+        devices: of the replicas.
+        learn: gets each step, once all devices have finished it.
     """
 
-    is_watched = False
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = list(devices)
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        learn: Callable[[StepUsage], None] | None = None,
+    ) -> None:
+        self._devices, self._learn, self.is_watched = list(devices), learn, learn is not None
         self._peaks = [0] * len(self._devices)  # before the latest reset
         self._running: _Step | None = None
         self._stopped: deque[_Step] = deque(maxlen=KEPT_STEPS)  # devices may be still at these
-        self._latest: StepUsage | None = None
         self._untaken: deque[StepUsage] = deque(maxlen=KEPT_STEPS)
 
     # One step; where it is not watched, nothing happens
@@ -104,23 +105,20 @@ class UsageMeter:
 
     # What was measured
 
-    def latest(self) -> StepUsage | None:
-        """The latest step that all devices have finished; None before the first one."""
+    def update(self) -> None:
+        """Takes in the steps that all devices have finished by now."""
         self._read_memory()
         while self._stopped and self._stopped[0].is_over():
-            self._latest = self._stopped.popleft().usage()
-            self._untaken.append(self._latest)
-        return self._latest
+            step = self._stopped.popleft().usage()
+            self._untaken.append(step)
+            if self._learn is not None:
+                self._learn(step)
 
     def take(self, *, wait: bool = False) -> list[StepUsage]:
-        """The steps that all devices have finished, in order, each once.
-
-        Args:
-            wait: waits for the steps that have not ended.
-        """
+        """The steps that all devices have finished, in order, each once; `wait`: for all others."""
         for step in self._stopped if wait else ():
             step.wait()
-        self.latest()
+        self.update()
         taken = list(self._untaken)
         self._untaken.clear()
         return taken

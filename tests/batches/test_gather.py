@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
-from support.containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
+from support.containers import Fixed, ModelOutput, Pair, Sample
 from support.nested_batches import devices_in
-from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
-from torch import Tensor, distributions
-from torch.nn import functional as F
+from support.oracle import assert_equal_trees, devices_of
+from torch import distributions
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
-from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.gather import GatherError, gather, pad
 from lightning_dp.parallel.scatter import to_device, tree
 
@@ -167,14 +163,6 @@ def test_distributions_are_joined_parameter_by_parameter(name: str, sizes: tuple
     value = torch.ones(whole.batch_shape + whole.event_shape, device=x.device)
     assert (joined.batch_shape, joined.event_shape) == (whole.batch_shape, whole.event_shape)
     torch.testing.assert_close(joined.log_prob(value), whole.log_prob(value))
-
-
-def test_objects_are_joined_by_their_class_or_listed() -> None:
-    joined = gathered([Boxes(torch.ones(2, 4)), Boxes(torch.zeros(1, 4))], [2, 1])
-    assert type(joined) is Boxes and joined.x.sum(1).tolist() == [4, 4, 0]
-    listed = gathered([Rows(torch.ones(2)), Rows(torch.zeros(1))], [2, 1])
-    assert [len(rows) for rows in listed] == [2, 1]
-    assert [rows.x.device for rows in listed] == [root_device()] * 2
 
 
 def test_replicas_without_samples_are_left_out() -> None:
@@ -380,48 +368,3 @@ def test_equal_names_and_fields_are_enough(make: Any, sizes: tuple[int, ...]) ->
     (_, y), (_, inner) = tree.children(joined) or ()
     assert type(joined) is type(outputs[0]) and torch.equal(y, x)
     torch.testing.assert_close(tree.leaves(inner)[0], x.mean())
-
-
-# --- what callbacks see of a step
-
-FORMS: dict[str, Callable[[Tensor], Any]] = {
-    "float tensor of one element": lambda chosen: chosen.sum().float()[None],
-    "int": lambda chosen: int(chosen.sum()),
-    "none at all": lambda chosen: 0 * chosen.sum(),
-    "not given": lambda chosen: None,
-}
-
-
-class Watch(Callback):
-    """Keeps the outputs that callbacks get of each batch."""
-
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, _: Any
-    ) -> None:
-        self.outputs.append(outputs)
-
-
-def outputs_of(module: Any, devices: int) -> list[Any]:
-    watch = Watch()
-    torch.manual_seed(0)
-    job = trainer(devices, DataParallelStrategy(), max_epochs=1, callbacks=[watch])
-    job.fit(module(), loader(), loader())
-    return watch.outputs
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_num_items_has_the_form_in_which_the_step_returned_it(form: str) -> None:
-    class Chosen(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
-            return {"loss": losses.mean(), "num_items": FORMS[form](batch[1] < 3)}
-
-    several, one = (outputs_of(Chosen, k) for k in (3, 1))
-    assert len(several) == len(one) == 3
-    for actual, expected in zip(several, one, strict=True):
-        a, b = actual["num_items"], expected["num_items"]
-        assert type(a) is type(b) and getattr(a, "shape", 0) == getattr(b, "shape", 0)
-        assert getattr(a, "dtype", 0) == getattr(b, "dtype", 0) and (b is None or float(a) == b)

@@ -59,19 +59,13 @@ def test_the_fastest_number_is_kept(seconds: tuple[float, float, float]) -> None
     assert machine.seconds[machine.counts[-1]] == min(seconds)
 
 
-def test_it_begins_with_all_and_a_number_that_is_far_slower_is_timed_once() -> None:
-    machine = Machine(1.0, 1.1, 9.0)
-    machine.run(30)
-    assert machine.counts == [ALL] * 6 + [HALF] * 6 + [ALONE] * 2 + [ALL] * 16
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_decides_little(seed: int) -> None:
     draw = random.Random(seed)
     machine = Machine(1.0, 1.2, 1.3, noise=lambda: 1 + draw.expovariate(40))
-    machine.run(LONGEST_ROUND)
+    machine.run(4 * LONGEST_ROUND)
     assert {*machine.counts[20:FIRST_ROUND]} == {ALL}
-    assert machine.counts.count(ALL) > 0.9 * LONGEST_ROUND
+    assert machine.counts.count(ALL) > 0.9 * 4 * LONGEST_ROUND
 
 
 def test_a_machine_that_has_changed_is_followed() -> None:
@@ -81,7 +75,7 @@ def test_a_machine_that_has_changed_is_followed() -> None:
     machine.seconds[ALONE] = 0.2
     machine.run(FIRST_ROUND)
     assert machine.counts[-1] == ALONE
-    machine.run(50 * LONGEST_ROUND)
+    machine.run(9 * LONGEST_ROUND)
     machine.seconds[ALONE] = 20
     machine.run(LONGEST_ROUND)
     assert machine.counts[-1] == ALL

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import oracle
-from support.oracle import Classifier, devices_of, loader, run, trainer
+from support.oracle import devices_of
 from test_split import OPTIONS
 from torch import Tensor, nn
 
-from lightning_dp import DataParallelStrategy
 from lightning_dp.layer_sync import ReplicaBatchNorm
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.split import split_policy
@@ -78,18 +76,9 @@ def test_steps_of_every_size_are_done(on: str, options: Any) -> None:
         engine.close()
 
 
-class OverPairs(nn.BatchNorm1d):
-    """Batch norm over a sample's values, which are more than one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = x.unsqueeze(-1).expand(-1, -1, 2) * torch.tensor([1.0, 2.0]).to(x)
-        return super().forward(pairs).sum(-1)
-
-
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.BatchNorm1d(4),
     "untracked": lambda: nn.BatchNorm1d(4, track_running_stats=False),
-    "spatial": lambda: OverPairs(4),
     "frozen": lambda: nn.BatchNorm1d(4).eval().requires_grad_(False),
 }
 
@@ -135,30 +124,6 @@ def test_statistics_of_shards_are_used_in_evaluation_too_if_none_are_kept() -> N
     assert engine.evaluate("validation_step", batch(5)).shape == (5, 2)
     assert engine.last_sizes == (3, 2, 0, 0)
     engine.close()
-
-
-class Normed(Classifier):
-    """Batch norm in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def test_a_fit_in_which_one_replica_can_work_is_one_devices() -> None:
-    torch.set_default_dtype(torch.float64)
-    data = lambda: loader(6, 3)
-    oracle.assert_same(run(Normed, 4, data=data), run(Normed, 1, data=data))
-
-
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_a_last_batch_of_one_sample_is_the_error_of_one_device(mode: Any) -> None:
-    messages = []
-    for devices, strategy in ((1, "auto"), (4, DataParallelStrategy(mode=mode))):
-        with pytest.raises(ValueError) as caught:
-            trainer(devices, strategy, max_epochs=1).fit(Normed(), loader(5, 4), loader(4, 4))
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
 
 
 def test_calls_without_batch_norm_may_have_shards_of_one_sample() -> None:

@@ -110,13 +110,6 @@ def test_a_device_without_samples_is_used_again_when_it_has_become_fast() -> Non
     assert excess(steps(split, 20, [(0.0, 0.01)] * 2, 120)[-1], [(0.0, 0.01)] * 2) <= 0.05
 
 
-def test_one_odd_step_moves_nothing_much() -> None:
-    split = Adaptive(2)
-    steps(split, 20, [(0.0, 0.01)] * 2, 10)
-    split.learn(StepUsage((10, 10), (0.1, 1.0)))
-    assert steps(split, 20, [(0.0, 0.01)] * 2, 6)[-1] == (10, 10)
-
-
 def test_it_begins_with_given_shares_and_learns_from_there() -> None:
     split = split_policy("adaptive", [1, 2, 3], ["cpu"] * 3)
     assert split(12) == (2, 4, 6)
@@ -164,18 +157,6 @@ def test_the_fullest_device_has_the_most_free_within_a_sample_or_two_percent(
     assert sum(split(n)) == n
     slack = max(per_sample, 0.02 * max(peaks(split(n), fixed, per_sample)))
     assert least_free(split(n)) >= least_free(best) - slack - 1
-
-
-def test_devices_that_are_equal_but_for_some_bytes_do_not_change_places() -> None:
-    """Of three, two have a sample more than the third; the root has 1 byte less for each."""
-    fixed, per_sample = (1920, 1000, 1000, 1000), (399, 400, 400, 400)
-    split = Memory(4, lambda: [10_000] * 4)
-    seen = []
-    for _ in range(12):
-        seen.append(sizes := split(32))
-        used = tuple(a + b * n for a, b, n in zip(fixed, per_sample, sizes, strict=True))
-        split.learn(StepUsage(sizes, (1.0,) * 4, 1.0, used, fixed))
-    assert sorted(seen[-1]) == [6, 8, 9, 9] and len({*seen[6:]}) == 1, seen
 
 
 def test_the_heaviest_batches_count() -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -173,31 +172,6 @@ class Fixed(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._items)
-
-
-class Rows:
-    """An object of somebody's own: one row per sample, and no way to join it."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: Any) -> Any:
-        return type(self)(self.x[index])
-
-    def to(self, device: torch.device) -> Any:
-        self.x = self.x.to(device)
-        return self
-
-
-class Boxes(Rows):
-    """One that can be joined."""
-
-    @classmethod
-    def cat(cls, parts: list[Boxes]) -> Boxes:
-        return cls(torch.cat([part.x for part in parts]))
 
 
 def graph(i: int) -> Graph:

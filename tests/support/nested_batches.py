@@ -15,14 +15,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.parallel.scatter import tree
 from support.containers import (
-    Boxes,
     Built,
     Encoding,
     Fixed,
     GraphBatch,
     ModelOutput,
     Pair,
-    Rows,
     Sample,
     Slotted,
     Table,
@@ -46,7 +44,6 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "graph batch": lambda n: GraphBatch.from_data_list([graph(i) for i in range(n)]),
     "graphs": lambda n: [graph(i) for i in range(n)],
     "table": lambda n: Table({"x": torch.randn(n, 2), "i": torch.arange(n)}, [n]),
-    "boxes": lambda n: Boxes(torch.randn(n, 4)),
     "encoding": lambda n: Encoding({"ids": torch.arange(n)}, [f"encoding {i}" for i in range(n)]),
     "frozen": lambda n: Sample(torch.randn(n), [str(i) for i in range(n)]),
     "slotted": lambda n: Slotted(torch.randn(n), "all"),
@@ -119,8 +116,6 @@ def _parts(node: Any) -> dict[Any, Any]:
     if hasattr(node, "to_data_list"):
         keys = node.keys() if callable(node.keys) else node.keys
         return {key: node[key] for key in sorted(keys)} | {"list": node.to_data_list()}
-    if isinstance(node, Rows):
-        return {"x": node.x}
     if hasattr(node, "batch_size"):
         return {"shape": list(node.batch_size), **dict(node.items())}
     if hasattr(node, "to") and callable(getattr(node, "keys", None)):

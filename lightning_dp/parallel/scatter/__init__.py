@@ -9,7 +9,6 @@ from lightning_dp.parallel.scatter.batch_size import BatchSizeError as BatchSize
 from lightning_dp.parallel.scatter.batch_size import Inferred as Inferred
 from lightning_dp.parallel.scatter.batch_size import are_alike as are_alike
 from lightning_dp.parallel.scatter.batch_size import infer_batch_size as infer_batch_size
-from lightning_dp.parallel.scatter.batch_size import no_costs as no_costs
 from lightning_dp.parallel.scatter.batch_size import sample_costs as sample_costs
 from lightning_dp.parallel.scatter.shards import Override as Override
 from lightning_dp.parallel.scatter.shards import RowRules as RowRules

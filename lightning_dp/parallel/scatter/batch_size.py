@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -165,18 +166,14 @@ def read_as_module_says(module: Any, batch: Any, dim: int, **options: bool) -> I
     with noted(f"[cutting the batch, {name}]"):
         size = module.batch_size(batch)
     if type(size) is not int or size < 0:
-        raise BatchSizeError(
-            f"{name}: expected the number of samples as an int of at least 0, got {size!r:.80}. "
-            "Return how many samples the batch has."
-        )
+        wanted = "the number of samples as an int of at least 0"
+        raise BatchSizeError(f"{name}: expected {wanted}, got {size!r:.80}. Return that.")
     if hasattr(module, "split_batch"):
         return Inferred(size, "columns")
-    try:
+    with suppress(BatchSizeError):
         by_contents = infer_batch_size(batch, dim, **options)
-    except BatchSizeError:
-        by_contents = Inferred(None, "columns")
-    if by_contents.size == size:
-        return by_contents
+        if by_contents.size == size:
+            return by_contents
     found = _Found(batch, dim)
     lengths = {n for _, n in (*found.rows, *found.lengths, *found.names)}
     lengths |= {len(batch)} if _is_list_of_samples(batch) else set()
@@ -271,34 +268,27 @@ def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) 
     """
     name = type(module).__qualname__
     if hasattr(module, "split_batch"):
-        raise ValueError(
-            f"split='cost': expected a module without split_batch, got {name}, which has one: it "
-            "gets sizes, but not which samples go where. Leave out one of the two."
-        )
+        hint = "It gets sizes, but not which samples go where. Leave out one of the two."
+        raise ValueError(f"split='cost': expected no split_batch on {name}, got one. {hint}")
     if not key and not hasattr(module, "sample_cost"):
-        raise no_costs(module)
+        raise ValueError(
+            f"split='cost': expected a method sample_cost(batch) on {name}, or "
+            "sample_cost='lengths' to name an entry of the batch, got neither. Define one of "
+            "them, or use split='even'."
+        )
     found: Any = _entry(batch, key) if key else module.sample_cost(batch)  # type: ignore[operator]  # a method
     try:
         costs = torch.as_tensor(found, dtype=torch.double, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
         costs = torch.empty(())
     if costs.shape != (n,) or not 0 <= costs.amin() <= costs.amax() < math.inf:
-        source = f"sample_cost={key!r}" if key else f"{name}.sample_cost"
         shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
         raise ValueError(
-            f"{source}: expected {n} finite numbers of at least 0, one per sample, got "
-            f"{type(found).__qualname__}{shape}: {found!r:.60}. Give one number per sample."
+            f"{f'sample_cost={key!r}' if key else f'{name}.sample_cost'}: expected {n} finite "
+            f"numbers of at least 0, one per sample, got {type(found).__qualname__}{shape}: "
+            f"{found!r:.60}. Give one number per sample."
         )
     return costs
-
-
-def no_costs(module: nn.Module) -> ValueError:
-    """The error where neither the module nor an option says what samples cost."""
-    return ValueError(
-        f"split='cost': expected a method sample_cost(batch) on {type(module).__qualname__}, "
-        "or sample_cost='lengths' to name an entry of the batch, got neither. Define one of them, "
-        "or use split='even'."
-    )
 
 
 def _entry(batch: Any, key: str) -> Any:

@@ -29,7 +29,7 @@ from lightning_dp.parallel.scatter.batch_size import (
     infer_batch_size,
     read_as_module_says,
 )
-from lightning_dp.parallel.scatter.tree import CannotCut, LeafType, leaf_type, move, size_of
+from lightning_dp.parallel.scatter.tree import LeafType, leaf_type, move, size_of
 from lightning_dp.parallel.split import Sizes, even
 
 Override: TypeAlias = (
@@ -84,14 +84,11 @@ class Shards:
         """The sizes of the shards of the active replicas."""
         return [size for size in self.sizes if size]
 
-    def samples(self, k: int) -> str:
-        """Names the samples of replica k for an error message."""
-        start = sum(self.sizes[:k])
-        return f"samples {start} to {start + self.sizes[k] - 1} of {sum(self.sizes)}"
-
     def place(self, stage: str, k: int) -> str:
         """Completes the sentence "in replica 2 on cuda:1, ..." in an error."""
-        return f", {stage}, {self.samples(k)}"
+        start = sum(self.sizes[:k])
+        last = start + self.sizes[k] - 1
+        return f", {stage}, samples {start} to {last} of {sum(self.sizes)}"
 
 
 # --- Counting
@@ -210,34 +207,27 @@ class _Cut(NamedTuple):
     def _leaf(self, leaf: Any, kind: LeafType, path: tree.Path) -> list[Any]:
         if kind.size(leaf, self.dim) != self.total:
             return [leaf] * len(self.sizes)
-        try:
-            with noted(f"[cutting {tree.name(path)}, a {type(leaf).__qualname__}]"):
-                return kind.cut(leaf, self.sizes, self.dim)
-        except CannotCut as error:
-            got = type(leaf).__qualname__
-            if isinstance(leaf, Tensor):
-                got = f"layout {leaf.layout}{', nested' * leaf.is_nested}"
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
             raise TypeError(
-                f"Expected a leaf {error}, got {tree.name(path)} of {got}. "
-                f"Change it in the collate function. {WAY_OUT}"
-            ) from None
+                f"Expected tensors of strided layout, got {tree.name(path)} of layout {leaf.layout}"
+                f"{', nested' * leaf.is_nested}. Change it in the collate function. {WAY_OUT}"
+            )
+        return kind.cut(leaf, self.sizes, self.dim)
 
 
 def _check_replicated(leaf: Any, path: tree.Path, n: int, dim: int) -> None:
     """Raises an error about an object that has samples, or may have some that we cannot see."""
     attributes = {} if isinstance(leaf, type) else getattr(leaf, "__dict__", {})
     rows = [name for name, value in attributes.items() if size_of(value, dim) == n > 1]
-    if callable(getattr(leaf, "to", None)):
-        reason = "which has a method to() and may hold samples"
-    elif rows:
-        reason = f"whose {', '.join(rows)} has as many rows as the batch has samples, {n}"
-    else:
+    if not rows and not callable(getattr(leaf, "to", None)):
         return
+    reason = "which has a method to() and may hold samples"
+    if rows:
+        reason = f"whose {', '.join(rows)} has as many rows as the batch has samples, {n}"
     raise TypeError(
-        f"Expected tensors in mappings, lists, tuples, named tuples or dataclasses, or objects "
-        f"with to(), a length and slices, got {tree.name(path)} of type {type(leaf).__qualname__}, "
-        f"{reason}: all of it would go to every replica. Turn it into one of those in the collate "
-        f"function. {WAY_OUT}"
+        "Expected tensors in mappings, lists, tuples, named tuples or dataclasses, got "
+        f"{tree.name(path)} of type {type(leaf).__qualname__}, {reason}: all of it would go to "
+        f"every replica. Turn it into one of those in the collate function. {WAY_OUT}"
     )
 
 

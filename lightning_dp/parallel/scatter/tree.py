@@ -1,9 +1,9 @@
 """What batches and outputs consist of: leaves, and the containers that they are in.
 
 Leaves that hold samples are tensors (MONAI's `MetaTensor` with its records), NumPy arrays, packed
-sequences, PyTorch Geometric's batches, TensorDicts, and objects with `to`, a length and slices:
-`leaf_type` says how each is counted, cut, joined and moved. Types of other libraries are recognised
-by what they can do, so that the engine imports none.
+sequences, PyTorch Geometric's batches and TensorDicts: `leaf_type` says how each is counted, cut
+and joined. Types of other libraries are recognised by what they can do, so that the engine imports
+none.
 
 Containers are mappings, lists, tuples, named tuples, dataclasses, `torch.distributions` and the
 nodes registered in `torch.utils._pytree`. Everything else is a leaf, and so is an object that
@@ -35,32 +35,19 @@ Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and field names that lead from the root of a tree to one of its nodes."""
 
 
-class CannotCut(TypeError):
-    """A leaf has samples but no way to cut it; the message completes "Expected a leaf ..."."""
-
-
 # --- Leaves
-
-
-def _copy_to(leaf: Any, device: torch.device) -> Any:
-    """A shallow copy, moved: many a `to` changes the object itself and returns nothing."""
-    moved = copy.copy(leaf)
-    result = moved.to(device)
-    return moved if result is None else result
 
 
 class LeafType(NamedTuple):
     """What scatter and gather do with one type of leaf.
 
     `size(leaf, dim)` is its number of samples, None if there are none along `dim`; `cut(leaf,
-    sizes, dim)` gives one piece per size, none of which is 0; `join(pieces, dim)` undoes that;
-    `to(leaf, device)` moves it, by default a copy of it with its own method `to`.
+    sizes, dim)` gives one piece per size, none of which is 0; `join(pieces, dim)` undoes that.
     """
 
     size: Callable[[Any, int], int | None]
     cut: Callable[[Any, Sizes, int], list[Any]]
     join: Callable[[Sequence[Any], int], Any]
-    to: Callable[[Any, torch.device], Any] = _copy_to
 
 
 def leaf_type(node: Any) -> LeafType | None:
@@ -80,9 +67,7 @@ def leaf_type(node: Any) -> LeafType | None:
         return _GRAPHS
     if hasattr(cls, "__torch_function__") and isinstance(getattr(node, "batch_size", None), tuple):
         return _TENSOR_DICTS if node.batch_size else None  # without batch dimensions: a mapping
-    has_slices = hasattr(cls, "__len__") and hasattr(cls, "__getitem__")
-    is_container = hasattr(cls, "__dataclass_fields__") or isinstance(node, list | tuple)
-    return _SLICEABLES if has_slices and not is_container and not hasattr(cls, "keys") else None
+    return None
 
 
 def size_of(node: Any, dim: int) -> int | None:
@@ -105,10 +90,14 @@ def is_movable(node: Any) -> bool:
 
 def move(leaf: Any, device: torch.device) -> Any:
     """A leaf on a device, as the same object if it is there or has nothing to move."""
-    kind = leaf_type(leaf)
-    if kind is not None:
-        return kind.to(leaf, device)
-    return _copy_to(leaf, device) if is_movable(leaf) else leaf
+    if isinstance(leaf, Tensor | PackedSequence):
+        # Copies to the CPU are finished on return, because its readers do not wait for the device.
+        return leaf.to(device, non_blocking=device.type != "cpu")
+    if not is_movable(leaf):
+        return leaf
+    moved = copy.copy(leaf)  # many a `to` changes the object itself and returns nothing
+    result = moved.to(device)
+    return moved if result is None else result
 
 
 def slices(leaf: Any, sizes: Sizes, dim: int = 0) -> list[Any]:
@@ -129,8 +118,6 @@ def _tensor_size(leaf: Tensor, dim: int) -> int | None:
 
 
 def _cut_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
-    if leaf.is_nested or leaf.layout is not torch.strided:
-        raise CannotCut("of strided layout")
     # `split` would return views of one node, which raise when one is written to in place.
     pieces = [
         leaf.narrow(dim, stop - size, size)
@@ -146,11 +133,6 @@ def _cat(leaves: Sequence[Any], dim: int) -> Any:
     return torch.cat(list(leaves), dim)
 
 
-def _move_tensor(leaf: Any, device: torch.device) -> Any:
-    # Copies to the CPU are finished on return, because its readers do not wait for the device.
-    return leaf.to(device, non_blocking=device.type != "cpu")
-
-
 def _has_records(node: Tensor) -> bool:
     """Whether a MetaTensor has a record for each of its rows."""
     records = getattr(node, "applied_operations", None)
@@ -158,29 +140,19 @@ def _has_records(node: Tensor) -> bool:
     return is_batch and isinstance(records, list) and node.dim() > 0 and len(records) == len(node)
 
 
-def _samples_with_records(leaf: Tensor) -> list[Any]:
-    samples: list[Any] = sys.modules["monai.data"].decollate_batch(leaf.detach(), detach=False)
-    return samples
-
-
-def _give_records(leaf: Tensor, samples: list[Any]) -> Tensor:
-    vars(leaf).update(vars(sys.modules["monai.data"].list_data_collate(samples)))
-    return leaf
-
-
 def _cut_meta_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
-    """`narrow` gives each piece the records of the whole batch: each gets those of its samples."""
-    pieces = _cut_tensor(leaf, sizes, dim)
-    if dim == 0:
-        parts = slices(_samples_with_records(leaf), sizes)
-        pieces = [_give_records(*pair) for pair in zip(pieces, parts, strict=True)]
-    return pieces
+    """`narrow` would give each piece the records of the whole batch."""
+    monai = sys.modules["monai.data"]
+    if dim:
+        return _cut_tensor(leaf, sizes, dim)
+    samples = monai.decollate_batch(leaf, detach=False)
+    return [monai.list_data_collate(part) for part in slices(samples, sizes)]
 
 
-def _join_meta_tensors(leaves: Sequence[Tensor], dim: int) -> Tensor:
-    samples = [sample for leaf in leaves for sample in _samples_with_records(leaf)]
-    joined: Tensor = _cat(leaves, dim)
-    return joined if dim else _give_records(joined, samples)
+def _join_meta_tensors(leaves: Sequence[Tensor], dim: int) -> Any:
+    monai = sys.modules["monai.data"]
+    samples = [sample for leaf in leaves for sample in monai.decollate_batch(leaf, detach=False)]
+    return _cat(leaves, dim) if dim else monai.list_data_collate(samples)
 
 
 def _cut_packed(leaf: PackedSequence, sizes: Sizes, dim: int) -> list[PackedSequence]:
@@ -205,22 +177,14 @@ def _batch_graphs(like: Any, graphs: list[Any]) -> Any:
     return maker.from_data_list(graphs, **({"follow_batch": followed} if followed else {}))
 
 
-def _join_sliceables(leaves: Sequence[Any], dim: int) -> Any:
-    cat = getattr(type(leaves[0]), "cat", None)
-    return cat(list(leaves)) if callable(cat) else list(leaves)
-
-
-TENSORS = LeafType(_tensor_size, _cut_tensor, _cat, _move_tensor)
-_META_TENSORS = LeafType(_tensor_size, _cut_meta_tensor, _join_meta_tensors, _move_tensor)
+TENSORS = LeafType(_tensor_size, _cut_tensor, _cat)
+_META_TENSORS = LeafType(_tensor_size, _cut_meta_tensor, _join_meta_tensors)
 _ARRAYS = LeafType(
     lambda leaf, dim: _rows(leaf.shape, dim),
     lambda leaf, sizes, dim: slices(leaf, sizes, dim % leaf.ndim),
     lambda leaves, dim: sys.modules["numpy"].concatenate(leaves, dim),
-    lambda leaf, device: leaf,  # arrays stay on the CPU
 )
-_PACKED = LeafType(
-    lambda leaf, dim: int(leaf.batch_sizes[0]), _cut_packed, _join_packed, _move_tensor
-)
+_PACKED = LeafType(lambda leaf, dim: int(leaf.batch_sizes[0]), _cut_packed, _join_packed)
 _GRAPHS = LeafType(
     lambda leaf, dim: int(leaf.num_graphs),
     lambda leaf, sizes, dim: [_batch_graphs(leaf, p) for p in slices(leaf.to_data_list(), sizes)],
@@ -231,9 +195,6 @@ _TENSOR_DICTS = LeafType(
     lambda leaf, sizes, dim: slices(leaf, sizes, dim % len(leaf.batch_size)),
     _cat,
 )
-_SLICEABLES = LeafType(
-    lambda leaf, dim: len(leaf), lambda leaf, sizes, dim: slices(leaf, sizes), _join_sliceables
-)
 
 # --- Containers
 
@@ -242,8 +203,7 @@ _SLICEABLES = LeafType(
 class Attribute:
     """The key of a list that is an attribute of a mapping, not one of its items.
 
-    The encodings that Hugging Face's tokenizers keep on their batches are such a list. A field of a
-    dataclass that is a mapping is one, too, where it is not the item of its name.
+    The encodings that Hugging Face's tokenizers keep on their batches are such a list.
     """
 
     name: str
@@ -262,13 +222,8 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
         return list(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
     if isinstance(node, Mapping):
         attributes = getattr(node, "__dict__", {}).items()  # some mappings show items there, too
-        fields = getattr(cls, "__dataclass_fields__", ())
-        others = [
-            (Attribute(k), v)
-            for k, v in attributes
-            if (is_list(v) and k not in node) or (k in fields and v is not node.get(k))
-        ]
-        return [*node.items(), *others]
+        lists = [(Attribute(k), v) for k, v in attributes if is_list(v) and k not in node]
+        return [*node.items(), *lists]
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls)]
         return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
@@ -303,26 +258,25 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
 def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(node) is dict:
         return items
+    cls: Any = type(node)
     attributes = {k.name: v for k, v in items.items() if isinstance(k, Attribute)}
     entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
     if not isinstance(node, MutableMapping):
-        return type(node)(entries)  # type: ignore[call-arg]  # immutable mappings are made like that
+        return cls(entries)
     clone: Any
-    cls: Any = type(node)
     if hasattr(cls, "__dataclass_fields__") and issubclass(cls, dict):
         clone = cls.__new__(cls)  # `OrderedDict.copy` would call `__init__`
         vars(clone).update(vars(node))
     else:
         clone = copy.copy(node)
-    if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
+    if not isinstance(node, dict) and not hasattr(cls, "__copy__"):
         # The copy shares the dict in which the mapping keeps its items.
         inner = {key: copy.copy(value) for key, value in vars(node).items() if type(value) is dict}
         vars(clone).update(inner)
     for key, value in entries.items():  # some mappings refuse update()
         clone[key] = value
-    for key, value in getattr(node, "__dict__", {}).items():
-        if key in entries and value is node[key]:  # the attribute is the item
-            attributes[key] = entries[key]
+    own = getattr(node, "__dict__", {}).items()
+    attributes |= {k: entries[k] for k, v in own if k in entries and v is node[k]}  # as items
     if attributes:
         vars(clone).update(attributes)
     return clone

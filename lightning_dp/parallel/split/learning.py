@@ -98,11 +98,9 @@ class Adaptive:
                 sizes[k] = 1
         return tuple(sizes)
 
-    def on_fewer(self, n: int, count: int) -> Sizes:
-        """The sizes for the root and the `count - 1` devices that end an equal share first."""
-        seconds = [fixed + per_sample * n / count for fixed, per_sample in self._lines]
-        ranked = [0, *sorted(range(1, len(seconds)), key=seconds.__getitem__)]
-        caps = tuple(n if k in ranked[:count] else 0 for k in range(len(seconds)))
+    def on_first(self, count: int, n: int) -> Sizes:
+        """The sizes if only the first devices work, so many of them."""
+        caps = tuple(n if i < count else 0 for i in range(len(self._lines)))
         return _solve(n, *zip(*self._lines, strict=True), caps)
 
     def learn(self, step: StepUsage) -> None:
@@ -163,7 +161,7 @@ def _relative_noise(times: Sequence[tuple[int, float]], samples: int) -> float:
 # --- split="memory"
 
 KEPT_STEPS = 16  # latest steps that are kept: the split is for the heaviest of their batches
-SAME = 0.02  # relative difference below which steps are equally heavy, and shares equally good
+SAME = 0.02  # relative difference below which steps are equally heavy
 
 
 class Memory:
@@ -186,22 +184,13 @@ class Memory:
     """
 
     def __init__(self, k: int, capacities: Capacities, *, is_shared: bool = False) -> None:
-        self._capacities, self._is_shared = capacities, is_shared
+        self._capacities, self._is_shared, self._has_warned = capacities, is_shared, False
         self._steps: deque[StepUsage] = deque(maxlen=KEPT_STEPS)
         self._used, self._per_sample = [0.0] * k, 1.0  # of each device, fixed - capacity
-        self._latest: Sizes = ()
-        self._has_warned = False
 
     def __call__(self, n: int) -> Sizes:
         """The sizes for a batch of n samples."""
-        sizes = minimax(n, self._used, [self._per_sample] * len(self._used))
-        # Otherwise equal devices would change places, as often as one has a sample more.
-        if sum(self._latest) == n:
-            gain = self._fullest(self._latest) - self._fullest(sizes)
-            if gain <= SAME * self._per_sample:
-                return self._latest
-        self._latest = sizes
-        return sizes
+        return minimax(n, self._used, [self._per_sample] * len(self._used))
 
     def learn(self, step: StepUsage) -> None:
         """Takes in a training step: each device's samples, its bytes before it and at its peak."""
@@ -224,16 +213,12 @@ class Memory:
             for (n, _, peak), capacity in zip(devices, self._capacities(), strict=True)
         ]
 
-    def _fullest(self, sizes: Sizes) -> float:
-        """How little memory the fullest device has left, negated."""
-        return max(used + self._per_sample * n for used, n in zip(self._used, sizes, strict=True))
-
 
 # --- split="auto"
 
 TIMED = 5  # steps of each number of devices; the first step after a change is not timed
 FAR = 1.5  # a number that takes this many times the best time is timed once
-FIRST_ROUND, LONGEST_ROUND = 100, 2000  # steps until all numbers are timed again; each time doubled
+FIRST_ROUND, LONGEST_ROUND = 100, 500  # steps until all numbers are timed again, growing
 SAFE = 0.7
 """Share of the root's memory up to which fewer devices than all may be tried."""
 
@@ -295,8 +280,8 @@ class DeviceCountTuner:
 class Auto:
     """A split that lets as many devices work as make a step shortest.
 
-    Those that work share the samples by their speeds, as `Adaptive`. Each kind of step, and each
-    size of batches within 25 %, has a tuner of its own. Until `begin` is called, all devices work.
+    The first devices work, and share the samples by their speeds as `Adaptive`. Each kind of step,
+    and each size of batches within 25 %, has a tuner of its own. Until `begin` is called, all work.
 
     Example:
         >>> split = Auto(2)
@@ -323,7 +308,7 @@ class Auto:
         if self._is_even:
             return _solve(n, (0.0,) * self._k, (1.0,) * self._k)
         if self.num_devices < self._k:
-            return self._adaptive.on_fewer(n, self.num_devices)
+            return self._adaptive.on_first(self.num_devices, n)
         return self._adaptive(n)
 
     def begin(self, kind: str, n: int, *, is_settled: bool = True) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -96,16 +96,12 @@ def fitted(wanted: Sizes, caps: Caps | None = None, least: int = 1) -> Sizes | N
     if all(size <= limit and not 0 < size < least for size, limit in pairs):
         return wanted
     able = [i for i, limit in enumerate(limits) if limit >= least]
-    count = max(1, min(n // least, sum(wanted[i] > 0 for i in able)))
-    counts = [*range(count, len(able) + 1), *range(1, count)]
-    # If any devices have room, then the same number of those with the largest caps has it, too.
-    ranks: list[Callable[[int], tuple[int, int]]] = [
-        lambda i: (-wanted[i], -limits[i]),
-        lambda i: (-limits[i], -wanted[i]),
-    ]
-    choices = (sorted(able, key=rank)[:count] for rank in ranks for count in counts)
-    fit = (some for some in choices if least * len(some) <= n <= sum(limits[i] for i in some))
-    working = next(fit, None)
+    most = min(n // least, len(able))
+    count = min(most, sum(wanted[i] > 0 for i in able))
+    by_wish = sorted(able, key=lambda i: (-wanted[i], -limits[i]))
+    by_room = sorted(able, key=lambda i: -limits[i])  # the first `most` of these have most room
+    choices = [*(by_wish[:m] for m in range(count, most + 1)), by_room[:most]]
+    working = next((some for some in choices if n <= sum(limits[i] for i in some)), None)
     if working is None:
         return None
     rates = [1 / wanted[i] if wanted[i] else 2.0 * n for i in working]

@@ -12,12 +12,15 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from lightning_dp.parallel.checks import short_repr
-from lightning_dp.parallel.split.learning import Adaptive, Auto, Capacities, Memory, StepUsage
+from lightning_dp.parallel.checks import expected, is_choice, short_repr
+from lightning_dp.parallel.split.learning import Adaptive, Auto, Capacities, Memory
 from lightning_dp.parallel.split.optimal import Sizes, by_cost, fitted
 
-SplitPolicy: TypeAlias = Callable[[int], Sizes]
-"""Batch size in, sizes out. One that learns also has a method `learn(step_usage)`."""
+SplitPolicy: TypeAlias = Callable[[Any], Sizes]
+"""Batch size in, or the samples' costs for split="cost"; sizes out.
+
+A policy that learns also has a method `learn(step_usage)`.
+"""
 
 OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
 """A user's function `(batch_size, devices) -> sizes`, one size per device."""
@@ -71,17 +74,6 @@ def weighted(n: int, weights: Sequence[float]) -> Sizes:
     return tuple(sizes)
 
 
-@dataclass(frozen=True)
-class CostSplit:
-    """split="cost": the planner asks `by_cost` instead."""
-
-    k: int
-
-    def __call__(self, n: int) -> Sizes:
-        """The sizes for n samples of equal cost."""
-        return even(n, self.k)
-
-
 def is_fixed(policy: SplitPolicy) -> bool:
     """Whether sizes follow from the batch size alone."""
     return isinstance(policy, partial) and policy.func in (even, chunk, weighted)
@@ -99,41 +91,28 @@ def check_split(
 ) -> None:
     """Raises a ValueError where these options are wrong whatever the devices are."""
     is_function = callable(split) and not isinstance(split, type)
-    if not is_function and not (isinstance(split, str) and split in SPLITS):
-        raise ValueError(
-            f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
-            f"sizes, got {short_repr(split)}. Use 'even', or weights=[...] for fixed shares."
-        )
+    if not is_function and not is_choice(split, SPLITS):
+        wanted = f"one of {sorted(SPLITS)} or a function (batch_size, devices) -> sizes"
+        raise expected("split", wanted, split, "Use 'even', or weights=[...] for fixed shares.")
     if split == "auto" and not is_timed:
-        raise ValueError(
-            "split: expected another one than 'auto' outside of Lightning, where nothing says when "
-            "a step ends, got 'auto'. Use 'adaptive', or DataParallelStrategy."
-        )
+        wanted = "another one than 'auto' outside of Lightning, where nothing says when a step ends"
+        raise expected("split", wanted, split, "Use 'adaptive', or DataParallelStrategy.")
     if sample_cost is not None and (split != "cost" or not isinstance(sample_cost, str)):
-        raise ValueError(
-            "sample_cost: expected None, or with split='cost' the name of an entry of the batch, "
-            f"got {short_repr(sample_cost)} with split={short_repr(split)}. Use split='cost' and a "
-            "key or dotted path such as 'lengths', or leave it out."
-        )
+        wanted = "with split='cost' the name of an entry of the batch, else None"
+        hint = "Give a key or dotted path such as 'lengths', or leave it out."
+        raise expected("sample_cost", wanted, sample_cost, hint)
     if weights is None:
         return
     if split not in ("even", "adaptive"):
-        raise ValueError(
-            f"weights: expected None with split={short_repr(split)}, got {short_repr(weights)}. "
-            "Leave out one of the two: weights are a split of their own, or what split='adaptive' "
-            "begins with."
-        )
+        hint = "Leave out one of the two: weights are a split of their own."
+        raise expected("weights", f"None with split={short_repr(split)}", weights, hint)
     is_list = isinstance(weights, Sequence) and not isinstance(weights, str | bytes)
     if not is_list or not all(map(_is_weight, weights)) or not any(weights):
-        raise ValueError(
-            f"weights: expected a list of finite numbers of at least 0, not all 0, got "
-            f"{short_repr(weights)}. Give each device its share, such as [1, 3, 3, 3]."
-        )
+        wanted = "a list of finite numbers of at least 0, not all 0"
+        raise expected("weights", wanted, weights, "Give each device its share, as [1, 3, 3, 3].")
     if split == "adaptive" and not all(weights):
-        raise ValueError(
-            "weights: expected numbers above 0 with split='adaptive', got "
-            f"{short_repr(weights)}. It tries every device; leave devices out, or use split='even'."
-        )
+        hint = "It tries every device; leave devices out, or use split='even'."
+        raise expected("weights", "numbers above 0 with split='adaptive'", weights, hint)
 
 
 def split_policy(
@@ -167,8 +146,7 @@ def split_policy(
     if callable(split):
         return partial(_checked, split, list(devices))
     if split == "memory":
-        if capacities is None:
-            raise ValueError("split='memory': expected the bytes that each device has, got None.")
+        assert capacities is not None
         capacities()  # raises an error now where devices do not count their memory
         return Memory(k, capacities, is_shared=len(set(devices)) < k)
     if split == "auto":
@@ -176,7 +154,7 @@ def split_policy(
     if split == "adaptive":
         return Adaptive(k, weights)
     if split == "cost":
-        return CostSplit(k)
+        return partial(by_cost, k=k)
     if weights is not None:
         return partial(weighted, weights=weights)
     return partial(chunk if split == "chunk" else even, k=k)
@@ -227,17 +205,17 @@ class Planner:
         >>> planner.plan(8, list, training=True).sizes
         (4, 4)
         >>> planner.record_oom([0], training=True)
+        True
         >>> planner.plan(8, list, training=True).sizes
         (3, 5)
     """
 
     def __init__(self, k: int, policy: SplitPolicy) -> None:
         self.policy = policy
-        self.learns = hasattr(policy, "learn")
         self.latest = Plan((0,) * k)
+        self._is_by_cost = getattr(policy, "func", None) is by_cost
         self._caps: dict[bool, list[int | None]] = {t: [None] * k for t in (True, False)}
-        self._learnt: StepUsage | None = None
-        self._least: Callable[[], int] = lambda: 1
+        self._least: Callable[[], int] = lambda: 1  # of the latest batch
 
     def plan(
         self,
@@ -258,15 +236,12 @@ class Planner:
             least: returns the fewest samples that a replica can work with; called if a device
                 would have one of several samples, or caps are known.
         """
-        self._least = least
-        caps = self._caps[training]
-        has_caps = caps.count(None) < len(caps)
-        is_by_cost = isinstance(self.policy, CostSplit)
-        sizes = wanted = by_cost(costs(), len(caps)) if is_by_cost else self.policy(n)
-        if has_caps or (1 in wanted and n > 1):
+        caps, self._least = self._caps[training], least
+        sizes = self.policy(costs() if self._is_by_cost else n)
+        if caps.count(None) < len(caps) or (1 in sizes and n > 1):
             # If the caps have no room, the step is tried without them: memory may be free by now.
             fewest = least()
-            sizes = fitted(wanted, caps, fewest) or fitted(wanted, None, fewest) or wanted
+            sizes = fitted(sizes, caps, fewest) or fitted(sizes, None, fewest) or sizes
         self.latest = Plan(sizes, reading=reading)
         return self.latest
 
@@ -276,19 +251,12 @@ class Planner:
         self.latest = Plan((0,) * k)
         return Plan((1, *[0] * (k - 1)), whole=True)
 
-    def learn(self, step: StepUsage | None) -> None:
-        """Shows a training step, once, to a policy that learns."""
-        if self.learns and step is not None and step is not self._learnt:
-            self.policy.learn(step)  # type: ignore[attr-defined]  # as `learns` says
-            self._learnt = step
+    def record_oom(self, devices: Sequence[int], *, training: bool) -> bool:
+        """Caps devices that ran out of memory in the latest plan's step, below what did not fit.
 
-    def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
-        """Caps devices that ran out of memory in the latest plan's step, below what did not fit."""
+        Returns whether there is a split of that batch within the caps.
+        """
+        sizes, caps = self.latest.sizes, self._caps[training]
         for k in devices:
-            failed = self.latest.sizes[k]
-            self._caps[training][k] = failed - max(1, failed // 8)
-
-    def has_room(self, n: int, *, training: bool) -> bool:
-        """Whether there is a split of n samples within the caps."""
-        caps = self._caps[training]
-        return fitted(even(n, len(caps)), caps, self._least()) is not None
+            caps[k] = sizes[k] - max(1, sizes[k] // 8)
+        return fitted(even(sum(sizes), len(caps)), caps, self._least()) is not None

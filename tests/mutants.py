@@ -92,7 +92,7 @@ MUTANTS = {
     ),
     "split/caps-not-recorded": Mutant(
         _of("split.planner:Planner.record_oom"),
-        "self._caps[training][k] = failed - max(1, failed // 8)",
+        "caps[k] = sizes[k] - max(1, sizes[k] // 8)",
         "pass",
         "a device that ran out of memory gets fewer samples",
         ("tests/splitting/test_split.py", "tests/faults/test_out_of_memory.py"),

@@ -29,12 +29,6 @@ def outputs_of(net: Any, x: Tensor) -> list[Tensor]:
     return [out["a"], out["rest"][0], out["rest"][1][0]]
 
 
-def two_backwards(net: Any) -> None:
-    outputs = outputs_of(net, inputs())
-    outputs[0].square().mean().backward()
-    outputs[1].square().mean().backward()
-
-
 def one_is_not_used(net: Any) -> None:
     outputs = outputs_of(net, inputs())
     (outputs[0].mean() + outputs[2].square().mean()).backward()
@@ -60,13 +54,7 @@ def in_place(net: Any) -> None:
     second.relu_().square().mean().backward()
 
 
-USES = [
-    two_backwards,
-    one_is_not_used,
-    gradients_of_each,
-    a_penalty_of_one,
-    in_place,
-]
+USES = [one_is_not_used, gradients_of_each, a_penalty_of_one, in_place]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)

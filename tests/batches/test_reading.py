@@ -198,10 +198,6 @@ def test_a_module_says_how_many_samples_a_batch_has() -> None:
     assert len(first["points"]) == 4 and shapes(second["points"]) == [(99, 3)]
     first, second = told({"points": [zeros(99, 3)] * 5}, 99)
     assert shapes(second["points"]) == [(1, 3)] * 5
-    first, second = told([{"x": zeros(5)}, {"x": zeros(5)}, {"x": zeros(5)}], 3)
-    assert len(first) == 2 and len(second) == 1
-    first, second = told({"views": [zeros(2, 3), zeros(2, 3)]}, 2)
-    assert shapes(second["views"]) == [(1, 3), (1, 3)]
 
 
 @pytest.mark.parametrize("n", [-1, 2.0, True, "3", None, torch.tensor(2)])

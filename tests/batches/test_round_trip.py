@@ -67,12 +67,3 @@ def test_tensors_along_another_dim(data: st.DataObject, n: int, dim: int) -> Non
     assert [s["x"].size(dim) for s in shards if s is not None] == [size for size in sizes if size]
     result: dict[str, Tensor] = gather(shards, devices[0], dim, sizes=sizes)
     assert_equal(result, batch)
-
-
-def test_scatter_leaves_the_batch_where_it_was() -> None:
-    """Many an object's `to` moves the object itself."""
-    for name, make in MAKERS.items():
-        batch = {"only": make(4)}
-        before = devices_in(batch)
-        scatter(batch, devices_of(2))
-        assert devices_in(batch) == before, name

@@ -120,65 +120,57 @@ def test_shards_and_outputs_may_be_changed_in_place() -> None:
 # --- a module's own `split_batch(batch, sizes)`
 
 
-def bag_loader() -> DataLoader[Any]:
-    """Bags of 0 to 4 instances: one label and count per bag, all instances in one tensor."""
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.randint(0, 5, (23,), generator=generator).tolist()
-    bags = [(torch.randn(c, 10, generator=generator).double(), c % 3) for c in counts]
+def pairs() -> DataLoader[Any]:
+    """Two rows for each label."""
+    rows = torch.randn(23, 2, 10, generator=torch.Generator().manual_seed(0)).double()
+    samples = [(pair, i % 3) for i, pair in enumerate(rows)]
 
-    def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-        return {
-            "label": torch.tensor([label for _, label in samples]),
-            "count": torch.tensor([len(bag) for bag, _ in samples]),
-            "instances": torch.cat([bag for bag, _ in samples]),
-        }
+    def collate(samples: list[tuple[Tensor, int]]) -> Any:
+        return torch.cat([rows for rows, _ in samples]), torch.tensor([y for _, y in samples])
 
-    return DataLoader(bags, batch_size=9, collate_fn=collate)
+    return DataLoader(samples, batch_size=9, collate_fn=collate)
 
 
-class BagClassifier(Classifier):
-    """Sums the logits of a bag's instances."""
+class OfPairs(Classifier):
+    """Sums the logits of a sample's rows."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        owner = torch.repeat_interleave(batch["count"])
-        sums = torch.zeros(len(batch["label"]), 3, dtype=torch.double, device=self.device)
-        return sums.index_add(0, owner, self.net(batch["instances"]))
+        sums: Tensor = self.net(batch[0]).view(-1, 2, 3).sum(1)
+        return sums
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.predict_step(batch, batch_idx), batch["label"])
-        self.log("loss", loss, on_epoch=True, batch_size=len(batch["label"]))
+        loss = F.cross_entropy(self.predict_step(batch, batch_idx), batch[1])
+        self.log("loss", loss, on_epoch=True, batch_size=len(batch[1]))
         return loss
 
     validation_step = test_step = training_step
 
 
-class Splitting(BagClassifier):
+class Splitting(OfPairs):
     missing = 0
 
-    def batch_size(self, batch: dict[str, Tensor]) -> int:
-        return len(batch["count"])
+    def batch_size(self, batch: Any) -> int:
+        return len(batch[1])
 
-    def split_batch(self, batch: dict[str, Tensor], sizes: tuple[int, ...]) -> list[Any]:
-        counts = batch["count"].split(list(sizes))
-        instances = batch["instances"].split([int(c.sum()) for c in counts])
-        columns = zip(batch["label"].split(list(sizes)), counts, instances, strict=True)
-        return [{"label": x, "count": c, "instances": i} for x, c, i in columns][self.missing :]
+    def split_batch(self, batch: Any, sizes: tuple[int, ...]) -> list[Any]:
+        rows = batch[0].split([2 * size for size in sizes])
+        return list(zip(rows, batch[1].split(sizes), strict=True))[self.missing :]
 
 
 @pytest.mark.usefixtures("on")
 def test_what_only_the_module_can_cut_trains_as_on_one_device() -> None:
     results = [
-        run(lambda: Splitting().double(), k, data=bag_loader, precision="64-true") for k in (4, 1)
+        run(lambda: Splitting().double(), k, data=pairs, precision="64-true") for k in (4, 1)
     ]
     assert_same(*results)
 
 
 def test_without_split_batch_or_with_a_wrong_one_the_error_names_it() -> None:
-    with pytest.raises(ValueError, match=r"'label'.*'instances'.*batch_size.*split_batch"):
-        run(lambda: BagClassifier().double(), 2, data=bag_loader)
+    with pytest.raises(ValueError, match=r"\[0\] has 18 and .*\[1\] has 9.*split_batch"):
+        run(lambda: OfPairs().double(), 2, data=pairs)
 
     class Wrong(Splitting):
         missing = 1
 
     with pytest.raises(ValueError, match=r"Wrong.split_batch: expected one shard for each"):
-        run(lambda: Wrong().double(), 3, data=bag_loader)
+        run(lambda: Wrong().double(), 3, data=pairs)

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from support import device_kinds
 from support.oracle import ByHand, Classifier, assert_same, loader, run, trainer
@@ -28,77 +26,21 @@ from lightning_dp.parallel.split.learning import FIRST_ROUND, LONGEST_ROUND, Dev
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ALL, HALF, ALONE, COLD = 4, 2, 1, 3.0
-
-
-class Machine:
-    """Does steps on as many devices as a tuner says; the first of a number takes longer."""
-
-    def __init__(self, all_: float, half: float, alone: float, **kwargs: Any) -> None:
-        self.tuner, self.seconds = DeviceCountTuner(ALL), {ALL: all_, HALF: half, ALONE: alone}
-        self.counts: list[int] = []
-        self.can: Callable[[int], bool] = kwargs.get("can", lambda count: True)
-        self.noise: Callable[[], float] = kwargs.get("noise", lambda: 1.0)
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            count, is_timed = self.tuner.next_step(self.can)
-            assert self.can(count)
-            is_cold = self.counts[-1:] != [count]
-            assert not (is_cold and is_timed)
-            if is_timed:
-                took = self.seconds[count] * self.noise() * (COLD if is_cold else 1.0)
-                self.tuner.add(count, took)
-            self.counts.append(count)
-
-
-@given(st.tuples(*[st.floats(0.01, 100)] * 3))
-def test_the_fastest_number_is_kept(seconds: tuple[float, float, float]) -> None:
-    machine = Machine(*seconds)
-    machine.run(40)
-    assert machine.seconds[machine.counts[-1]] == min(seconds)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_noise_decides_little(seed: int) -> None:
-    draw = random.Random(seed)
-    machine = Machine(1.0, 1.2, 1.3, noise=lambda: 1 + draw.expovariate(40))
-    machine.run(4 * LONGEST_ROUND)
-    assert {*machine.counts[20:FIRST_ROUND]} == {ALL}
-    assert machine.counts.count(ALL) > 0.9 * 4 * LONGEST_ROUND
-
-
-def test_a_machine_that_has_changed_is_followed() -> None:
-    machine = Machine(1.0, 1.5, 2.0)
-    machine.run(50)
-    assert machine.counts[-1] == ALL
-    machine.seconds[ALONE] = 0.2
-    machine.run(FIRST_ROUND)
-    assert machine.counts[-1] == ALONE
-    machine.run(9 * LONGEST_ROUND)
-    machine.seconds[ALONE] = 20
-    machine.run(LONGEST_ROUND)
-    assert machine.counts[-1] == ALL
-
-
-def test_a_number_that_is_not_possible_is_not_used() -> None:
-    machine = Machine(5.0, 6.0, 1.0, can=lambda count: count == ALL)
-    machine.run(50)
-    assert set(machine.counts) == {ALL} and machine.tuner.best == ALL
-    machine = Machine(5.0, 6.0, 1.0)
-    machine.run(50)
-    machine.can = lambda count: count == ALL
-    machine.run(50)
-    assert machine.tuner.best == ALONE and machine.counts[50:] == [ALL] * 50
-
-
-# The split, on devices of numbers
+ALL = 4
 
 Model = tuple[list[float], list[float]]
 """Seconds per sample of each device, and what each further device adds to a step."""
 
 
-def trained(split: Auto, model: Model, n: int, steps: int, **usage: Any) -> list[tuple[int, ...]]:
+def trained(
+    split: Auto,
+    model: Model,
+    n: int,
+    steps: int,
+    noise: Callable[[], float] = lambda: 1.0,
+    **usage: Any,
+) -> list[tuple[int, ...]]:
+    """The sizes of steps on devices of numbers."""
     seen = []
     for _ in range(steps):
         is_timed = split.begin("training_step", n)
@@ -106,7 +48,7 @@ def trained(split: Auto, model: Model, n: int, steps: int, **usage: Any) -> list
         busy = tuple(m * s for m, s in zip(sizes, model[0], strict=True))
         split.learn(StepUsage(sizes, busy, max(busy), **usage))
         if is_timed:
-            split.end(max(busy) + model[1][sum(map(bool, sizes[1:]))])
+            split.end((max(busy) + model[1][sum(map(bool, sizes[1:]))]) * noise())
         seen.append(sizes)
     return seen
 
@@ -124,6 +66,24 @@ def test_as_many_devices_work_as_are_fastest(per_sample: Any, overhead: Any, exp
     split = Auto(4)
     seen = trained(split, (per_sample, overhead), 64, 60)
     assert seen[0] == (16,) * 4 and set(seen[-10:]) == {expected}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_decides_little(seed: int) -> None:
+    draw = random.Random(seed)
+    model: Model = ([1.0] * 4, [0, 0, 0, 10])  # two devices take 1.23 times as long as all
+    seen = trained(Auto(4), model, 64, 2000, noise=lambda: 1 + draw.expovariate(40))
+    assert {*seen[20:FIRST_ROUND]} == {(16,) * 4} and seen.count((16,) * 4) > 0.9 * 2000
+
+
+def test_a_machine_that_has_changed_is_followed() -> None:
+    split = Auto(4)
+    many: Model = ([1.0] * 4, [0, 1, 2, 3])
+    few: Model = ([1.0] * 4, [0, 200, 200, 200])
+    assert trained(split, many, 64, 50)[-1] == (16,) * 4
+    assert trained(split, few, 64, FIRST_ROUND)[-1] == (64, 0, 0, 0)
+    trained(split, few, 64, 5 * LONGEST_ROUND)
+    assert trained(split, many, 64, LONGEST_ROUND)[-1] == (16,) * 4
 
 
 @pytest.mark.parametrize(("capacity", "fits"), [(10_000, False), (50_000, True)])

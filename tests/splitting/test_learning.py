@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback, LightningModule
 from support.oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.parallel.split import (
-    Adaptive,
-    Memory,
-    Sizes,
-    StepUsage,
-    even,
-    minimax,
-    split_policy,
-)
+from lightning_dp.parallel.split import Sizes, StepUsage, even, split_policy
+from lightning_dp.parallel.split.learning import Adaptive, Memory
+from lightning_dp.parallel.split.optimal import minimax
 
 Speeds = list[tuple[float, float]]
 """Of each device `(fixed, per_sample)`, in seconds."""
@@ -230,6 +226,57 @@ def test_it_trains_as_one_device_does(split: str, speeds: None, room: Any) -> No
     assert samples[0 if split == "memory" else 3] == min(samples) < max(samples)
     set_speeds(*[0.0] * 4)
     assert_same(several, run(make, 1, data=data, precision="64-true"), atol=1e-8)
+
+
+PUBLISHED = (0.0818, 0.0815, 0.0854, 0.3929)
+"""Seconds that four GPUs were published to take for a quarter of 512 samples each."""
+
+
+class Sines(LightningModule):
+    """Ops that all take the same per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.scale * batch[0]
+        for _ in range(24):
+            x = x.sin()
+        return x.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Clock(Callback):
+    """When each step was through."""
+
+    def __init__(self) -> None:
+        self._ends: list[torch.Event] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._ends.append(torch.Event("sim:0", enable_timing=True))
+        self._ends[-1].record(torch.accelerator.current_stream("sim:0"))
+
+    def seconds(self) -> list[float]:
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._ends)]
+
+
+@on_sim
+@pytest.mark.parametrize("split", ["adaptive", "auto"])
+def test_four_published_gpus_reach_the_optimum_in_a_few_steps(split: str, speeds: None) -> None:
+    def fit(split: Any) -> list[float]:
+        clock, strategy = Clock(), DataParallelStrategy(executor="threads", split=split)
+        job = trainer(4, strategy, max_steps=22, max_epochs=-1, callbacks=[clock])
+        job.fit(Sines(), DataLoader(TensorDataset(torch.ones(2048, 8)), 512))
+        return clock.seconds()
+
+    set_speeds(*[seconds / PUBLISHED[0] for seconds in PUBLISHED])
+    best = minimax(512, [0.0] * 4, PUBLISHED)
+    optimum, learnt = fit(lambda n, devices: best)[-1], fit(split)
+    assert learnt[0] == pytest.approx(392.9 / 103.7 * optimum, rel=0.02)  # split evenly
+    assert max(learnt[14 if split == "adaptive" else 17 :]) <= 1.02 * optimum
 
 
 SHARED = "share one memory"

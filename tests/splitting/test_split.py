@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from lightning_dp.parallel.split import (
     Planner,
     StepUsage,
-    by_cost,
     chunk,
     even,
     fitted,
-    minimax,
     split_policy,
     weighted,
 )
+from lightning_dp.parallel.split.optimal import by_cost, minimax
 
 counts, ks = st.integers(0, 500), st.integers(1, 12)
 weights = st.lists(st.floats(0, 1e6), min_size=1, max_size=12).filter(any)

@@ -93,7 +93,7 @@ class GraphBatch(Graph):
 class Table(MutableMapping[str, Any]):
     """As a TensorDict: a mapping with a batch size, which takes part in torch functions."""
 
-    def __init__(self, entries: Mapping[str, Any], batch_size: Any) -> None:
+    def __init__(self, entries: Mapping[str, Any], batch_size: Any = ()) -> None:
         self.entries, self.batch_size = dict(entries), torch.Size(batch_size)
 
     @classmethod

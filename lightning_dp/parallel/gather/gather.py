@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.checks import check_choice, is_choice, short_repr
+from lightning_dp.parallel.checks import check_choice, expected, is_choice, short_repr
 from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
 from lightning_dp.parallel.scatter import (
     BatchSizeError,
@@ -119,18 +119,13 @@ def gather(
 def check_overrides(overrides: Mapping[str, Override] | None, option: str = "overrides") -> None:
     """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
     if overrides is not None and not isinstance(overrides, Mapping):
-        raise ValueError(
-            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got "
-            f"{short_repr(overrides)}. Map keys or dotted paths of the outputs to how they are "
-            "joined."
-        )
+        hint = "Map keys or dotted paths of the outputs to how they are joined."
+        raise expected(option, "a mapping such as {'loss': 'mean'}", overrides, hint)
     for key, override in (overrides or {}).items():
         if not isinstance(key, str) or not (callable(override) or is_choice(override, OVERRIDES)):
-            raise ValueError(
-                f"{option}[{short_repr(key)}]: expected a key or dotted path, and one of "
-                f"{sorted(OVERRIDES)}, pad(value) or a function, got {short_repr(override)}. "
-                "Correct it, or leave it out for gather's own rule."
-            )
+            name, known = f"{option}[{short_repr(key)}]", sorted(OVERRIDES)
+            wanted = f"a key or dotted path, and one of {known}, pad(value) or a function"
+            raise expected(name, wanted, override, "Correct it, or leave it out.")
 
 
 def _own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
@@ -210,22 +205,16 @@ def fit_shapes(
         return "ragged", 0
     preferred = dim % ndim if -ndim <= dim < ndim else -1
     free = [d for d in range(ndim) if len({(*s[:d], *s[d + 1 :]) for s in shapes}) == 1]
-    multiples = {d: multiple_of([shape[d] for shape in shapes], sizes) for d in free}
-    exact = [d for d in free if multiples[d] == 1]
-    if preferred in exact or (multiples.get(preferred) and len(exact) != 1):
-        return "rows", preferred
-    if len(exact) == 1:
-        return "rows", exact[0]
+    exact = [d for d in free if [s[d] for s in shapes] == list(sizes)]
+    if preferred in free and preferred not in exact and len(exact) != 1:
+        multiple = sum(s[preferred] for s in shapes) // max(sum(sizes), 1)
+        if multiple and [s[preferred] for s in shapes] == [multiple * n for n in sizes]:
+            return "rows", preferred
+    if preferred in exact or len(exact) == 1:
+        return "rows", preferred if preferred in exact else exact[0]
     if len(set(map(tuple, shapes))) == 1:
         return "same", 0
     return ("uneven", preferred) if preferred in free else ("ragged", 0)
-
-
-def multiple_of(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """How many rows each sample has, if lengths follow the sizes."""
-    multiple = sum(lengths) // max(sum(sizes), 1)
-    follows = all(n == multiple * size for n, size in zip(lengths, sizes, strict=True))
-    return multiple if multiple and follows else None
 
 
 def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
@@ -297,9 +286,9 @@ class Join:
             return type(nodes[0])([item for node in nodes for item in node])
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path, override)
-        return (
-            self.leaves(nodes, path) if override is None else self._join_as(override, nodes, path)
-        )
+        if override is None:
+            return self.leaves(nodes, path)
+        return self._join_as(override, nodes, path)
 
     def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
         """Whether lists have one item per sample, or in any case no items that correspond.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -261,18 +261,13 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     cls: Any = type(node)
     attributes = {k.name: v for k, v in items.items() if isinstance(k, Attribute)}
     entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
-    if not isinstance(node, MutableMapping):
-        return cls(entries)
-    clone: Any
-    if hasattr(cls, "__dataclass_fields__") and issubclass(cls, dict):
+    if not isinstance(node, dict) and not hasattr(cls, "__copy__"):
+        return cls(entries)  # a copy would share the dict in which the mapping keeps its items
+    if hasattr(cls, "__dataclass_fields__") and isinstance(node, dict):
         clone = cls.__new__(cls)  # `OrderedDict.copy` would call `__init__`
         vars(clone).update(vars(node))
     else:
         clone = copy.copy(node)
-    if not isinstance(node, dict) and not hasattr(cls, "__copy__"):
-        # The copy shares the dict in which the mapping keeps its items.
-        inner = {key: copy.copy(value) for key, value in vars(node).items() if type(value) is dict}
-        vars(clone).update(inner)
     for key, value in entries.items():  # some mappings refuse update()
         clone[key] = value
     own = getattr(node, "__dict__", {}).items()

@@ -5,14 +5,10 @@ fitted so far and to the fewest samples that a replica can work with. Policies t
 from the batch size alone are in `learning`; what needs more than a division is in `optimal`.
 """
 
-from lightning_dp.parallel.split.learning import Adaptive as Adaptive
 from lightning_dp.parallel.split.learning import Auto as Auto
-from lightning_dp.parallel.split.learning import Memory as Memory
 from lightning_dp.parallel.split.learning import StepUsage as StepUsage
 from lightning_dp.parallel.split.optimal import Sizes as Sizes
-from lightning_dp.parallel.split.optimal import by_cost as by_cost
 from lightning_dp.parallel.split.optimal import fitted as fitted
-from lightning_dp.parallel.split.optimal import minimax as minimax
 from lightning_dp.parallel.split.planner import OwnSplit as OwnSplit
 from lightning_dp.parallel.split.planner import Plan as Plan
 from lightning_dp.parallel.split.planner import Planner as Planner

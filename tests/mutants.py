@@ -236,7 +236,7 @@ MUTANTS = {
     ),
     "apply/note-without-samples": Mutant(
         _of("scatter.shards:Shards.place"),
-        'return f", {stage}, {self.samples(k)}"',
+        'return f", {stage}, samples {start} to {last} of {sum(self.sizes)}"',
         'return f", {stage}"',
         "an error names replica, device, stage and samples",
         ("tests/forward/test_forward_engine.py", "tests/faults/test_faults.py"),

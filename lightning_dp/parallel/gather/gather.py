@@ -119,8 +119,7 @@ def gather(
 def check_overrides(overrides: Mapping[str, Override] | None, option: str = "overrides") -> None:
     """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
     if overrides is not None and not isinstance(overrides, Mapping):
-        hint = "Map keys or dotted paths of the outputs to how they are joined."
-        raise expected(option, "a mapping such as {'loss': 'mean'}", overrides, hint)
+        raise expected(option, "a mapping such as {'loss': 'mean'}", overrides, "Write one.")
     for key, override in (overrides or {}).items():
         if not isinstance(key, str) or not (callable(override) or is_choice(override, OVERRIDES)):
             name, known = f"{option}[{short_repr(key)}]", sorted(OVERRIDES)

@@ -91,8 +91,9 @@ def is_movable(node: Any) -> bool:
 def move(leaf: Any, device: torch.device) -> Any:
     """A leaf on a device, as the same object if it is there or has nothing to move."""
     if isinstance(leaf, Tensor | PackedSequence):
+        to: Any = leaf.to
         # Copies to the CPU are finished on return, because its readers do not wait for the device.
-        return leaf.to(device, non_blocking=device.type != "cpu")
+        return to(device, non_blocking=device.type != "cpu")
     if not is_movable(leaf):
         return leaf
     moved = copy.copy(leaf)  # many a `to` changes the object itself and returns nothing

@@ -3,6 +3,7 @@
     python tests/benchmarks/run.py                            # the CPU, 4 replicas
     python tests/benchmarks/run.py --devices 2 --only transformer --quick
     python tests/benchmarks/run.py --device sim --virtual --devices 2 4 8 16
+    python tests/benchmarks/run.py --device sim --virtual --only language_model transformer
 
 Each contestant is in processes of its own and waits on a pipe while others train; all have the
 same batches, cores and steps to warm up. Printed are medians over rounds, the lowest and the
@@ -18,6 +19,8 @@ batch grows with the devices, and `efficiency` is the time of one share over tha
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import dataclasses
 import logging
 import math
@@ -28,7 +31,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,12 +39,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.models import WORKLOADS, EvenLayers
-from benchmarks.peers import PEERS, Job, Pace, why_not
-from sim_devices.virtual_time import PRESETS
+import sim_devices
+from benchmarks.models import WORKLOADS
+from benchmarks.peers import CANNOT, PEERS, Job, Pace
 
 SETTLE = 0.05  # seconds between turns: OpenMP's threads spin for some milliseconds
-SPEED = {"flops_per_second": EvenLayers.FLOPS / 0.1, "bytes_per_second": 0.9e12}
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def train(job: Job, pipe: Connection) -> None:
@@ -50,17 +53,16 @@ def train(job: Job, pipe: Connection) -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_dp"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
     try:
         if job.device == "sim":
-            import sim_devices
-
             sim_devices.enable(max(8, job.devices))
-        if job.links:
-            torch.sim.set_links(job.links)
+        if job.is_virtual:
+            torch.sim.set_links("pcie4_peer")
+            speed = {"flops_per_second": WORKLOADS[job.model].rate}
+            if job.model == "even_layers":
+                speed["bytes_per_second"] = 0.9e12
             for k in range(torch.sim.device_count()):
-                torch.sim.set_speed(k, **SPEED)
+                torch.sim.set_speed(k, **speed)
         torch.manual_seed(0)
         PEERS[job.peer](job, Pace(job, pipe))
     except Exception as error:
@@ -71,12 +73,11 @@ class Contestant:
     """The processes of one contestant, which begin to import at once, and its step times."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
-        self.seconds: list[float] = []
-        self.loss, self.memory, self.steps, self.failure = math.nan, 0.0, 0, ""
-        several = job.peer in ("torch DDP", "one share")
-        threads = max(1, job.cores // job.devices) if several else job.cores
-        os.environ["OMP_NUM_THREADS"] = "1" if job.links else str(threads)  # of the children
+        self.job, self.seconds = job, list[float]()
+        self.loss, self.memory = math.nan, 0.0  # after the warm-up; of the last turn
+        shares = job.devices if job.peer in ("torch DDP", "one share") else 1
+        threads = 1 if job.is_virtual else max(1, CORES // shares)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the children
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             master = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -90,80 +91,67 @@ class Contestant:
             there.close()  # so that the end of the process is seen
             self._pipes.append(here)
 
-    def answers(self) -> list[dict[str, Any]]:
+    def answers(self) -> list[dict[str, float]]:
         """The next answer of each process."""
-        found = [pipe.recv() for pipe in self._pipes]
+        found: list[Any] = [pipe.recv() for pipe in self._pipes]
         if failures := [answer for answer in found if isinstance(answer, str)]:
-            raise EOFError(failures[0])
+            raise SystemExit(f"{self.job.peer}: {failures[0]}")
         return found
 
-    def turn(self, steps: int) -> float:
-        """Does some steps; returns the seconds of one of them."""
+    def turn(self, steps: int) -> dict[str, float]:
+        """Does some steps; of all processes the longest time, the most memory, the mean loss."""
         for pipe in self._pipes:
             pipe.send(steps)
         found = self.answers()
-        if math.isnan(self.loss):
-            self.loss = statistics.fmean(answer["loss"] for answer in found)
-        self.memory = max(answer["memory"] for answer in found)
-        return max(answer["seconds"] for answer in found) / steps
+        most = {key: max(answer[key] for answer in found) for key in ("seconds", "memory")}
+        return {**most, "loss": statistics.fmean(answer["loss"] for answer in found)}
 
     def close(self) -> None:
         """Ends the training, and the processes."""
-        for pipe in self._pipes if not self.failure else ():
-            pipe.send(None)
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # its process has ended
+                pipe.send(None)
         for process in self._processes:
-            process.join(0 if self.failure else 20)
+            process.join(20)
             process.kill()
 
 
 def hold(contestants: Sequence[Contestant], rounds: int, warm_up: int, seconds: float) -> None:
-    """Lets all train in turns of about so many seconds; who fails is left out from then on."""
-    there = list(contestants)
-
-    def each(work: Callable[[Contestant], object]) -> None:
-        for contestant in [*there]:
-            try:
-                work(contestant)
-            except (EOFError, OSError) as error:  # its error, or its process is gone
-                contestant.failure = str(error) or "its process has ended"
-                there.remove(contestant)
-            time.sleep(SETTLE)
-
-    def begin(contestant: Contestant) -> None:
-        contestant.turn(warm_up)
-        contestant.steps = min(max(math.ceil(seconds / (contestant.turn(2) or 1)), 2), 500)
-
+    """Lets all train in turns of about so many seconds; each round begins with another one."""
+    turns = collections.deque(contestants)
+    steps: dict[str, int] = {}
     try:
-        each(Contestant.answers)  # all are ready before one trains
-        each(begin)
+        for c in contestants:
+            c.answers()  # all are ready before one trains
+        for c in contestants:
+            c.loss = c.turn(warm_up)["loss"]
+            steps[c.job.peer] = 4
+            if seconds:
+                steps[c.job.peer] = min(max(math.ceil(seconds / c.turn(2)["seconds"]), 2), 500)
         for _ in range(rounds):
-            each(lambda c: c.seconds.append(c.turn(c.steps)))
-            there[:] = [*there[1:], *there[:1]]  # each round begins with another one
+            for c in turns:
+                time.sleep(SETTLE)
+                found = c.turn(steps[c.job.peer])
+                c.seconds.append(found["seconds"])
+                c.memory = found["memory"]
+            turns.rotate(-1)
     finally:
-        for contestant in contestants:
-            contestant.close()
+        for c in contestants:
+            c.close()
 
 
-RATIOS = (
-    ("to one device", "one device", False),
-    ("dp_custom to it", "dp_custom", True),
-    ("efficiency", "one share", True),
-)
-"""Column, the contestant that each one is compared with, and whether its time is on top."""
+def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of times of the same rounds."""
+    return [a / b for a, b in zip(times, others, strict=False)]
 
 
 def table(contestants: Sequence[Contestant]) -> Iterator[str]:
     """The lines for the terminal: medians with the lowest and the highest."""
-    there = {c.job.peer: c for c in contestants if not c.failure}
-    rows = [["", "ms", *(column for column, _, _ in RATIOS), "MiB", "loss"]]
+    of = {**dict.fromkeys(PEERS, ()), **{c.job.peer: c.seconds for c in contestants}}
+    rows = [["", "ms", "to one device", "dp_custom to it", "efficiency", "MiB", "loss"]]
     for c in contestants:
-        if c.failure:
-            rows.append([c.job.peer, f"failed: {c.failure}", *[""] * (len(RATIOS) + 2)])
-            continue
-        columns = [[1e3 * s for s in c.seconds]]
-        for _, name, flip in RATIOS:
-            pairs = zip(c.seconds, there[name].seconds if name in there else [], strict=False)
-            columns.append([b / a if flip else a / b for a, b in pairs])
+        columns = [[1e3 * s for s in c.seconds], ratios(c.seconds, of["one device"])]
+        columns += [ratios(of[name], c.seconds) for name in ("dp_custom", "one share")]
         texts = [
             f"{statistics.median(v):.4g} [{min(v):.3g} to {max(v):.3g}]" if v else "-"
             for v in columns
@@ -176,54 +164,40 @@ def table(contestants: Sequence[Contestant]) -> Iterator[str]:
 def contest(job: Job, options: argparse.Namespace) -> None:
     """Holds one for a model and a number of devices, and prints its table."""
     contestants: list[Contestant] = []
-    for name in options.peers:
-        devices = 1 if name == "one device" else job.devices
-        own = dataclasses.replace(job, peer=name, devices=devices)
-        if reason := why_not(name, own):
-            print(f"without {name}: {reason}")
-            continue
-        if name == "dp_custom":
-            given = {key: getattr(options, key) for key in ("split", "executor", "mode")}
-            own = dataclasses.replace(own, options=given)
-        contestants.append(Contestant(own))
-    warm_up = options.warm_up or (4 if job.links else 40)
-    hold(contestants, options.rounds, warm_up, 0 if job.links else 0.25 if options.quick else 0.5)
+    for name in options.peers or PEERS:
+        if (name, job.device) not in CANNOT:
+            devices = 1 if name == "one device" else job.devices
+            contestants.append(Contestant(dataclasses.replace(job, peer=name, devices=devices)))
+    quick = (3, 10, 0.25) if options.quick else (7, 40, 0.5)
+    hold(contestants, *((1, 4, 0.0) if job.is_virtual else quick))
     samples = job.samples or WORKLOADS[job.model].samples
     print(f"{job.model}, {samples} samples, {job.devices} x {job.device}")
     print("\n".join(table(contestants)), flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Holds the contests, one after another."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
-    models = [name for name in WORKLOADS if name != "even_layers"]
     add("--device", default="cpu", choices=("cpu", "sim", "cuda"))
     add("--devices", type=int, nargs="+", default=[4], metavar="K", help="how many; default 4")
-    add("--only", nargs="+", default=models, choices=models, metavar="MODEL")
-    add("--peers", nargs="+", default=list(PEERS), choices=PEERS, metavar="PEER")
+    add("--only", nargs="+", choices=WORKLOADS, metavar="MODEL")
+    add("--peers", nargs="+", choices=PEERS, metavar="PEER")
     add("--split", default="even", help="of ours")
-    add("--executor", default="auto", help="of ours")
-    add("--mode", default="step", choices=("step", "forward"), help="of ours")
-    add("--samples", type=int, help="in a batch, instead of each model's own number")
-    add("--cores", type=int, default=os.cpu_count(), help="of the CPU, for all devices together")
-    add("--rounds", type=int, help="turns of each; 7, with --quick 3, on virtual time 1")
-    add("--warm-up", type=int, help="steps before; 40, on virtual time 4")
+    add("--executor", default="auto", help="of ours; on virtual time threads")
     add("--quick", action="store_true", help="fewer and shorter rounds")
     add("--virtual", action="store_true", help="virtual time, on simulated devices")
-    add("--links", default="pcie4_peer", choices=PRESETS, help="on virtual time")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.virtual and options.device != "sim":
         parser.error("--virtual: expected --device sim, whose time can be computed")
-    options.rounds = options.rounds or (1 if options.virtual else 3 if options.quick else 7)
-    if options.virtual:
-        options.executor, options.only = "threads", ["even_layers"]
-    for model in options.only:
+    executor = "threads" if options.virtual else options.executor
+    ours = {"split": options.split, "executor": executor}
+    models = [name for name in WORKLOADS if (name == "even_layers") == options.virtual]
+    for model in options.only or models:
         for k in options.devices:
-            samples = 2 * k if options.virtual else options.samples
-            links = options.links if options.virtual else ""
-            job = Job("", model, options.device, k, options.cores, samples, links=links)
+            samples = 2 * k if model == "even_layers" else None
+            job = Job("", model, options.device, k, samples, ours, options.virtual)
             contest(job, options)
 
 

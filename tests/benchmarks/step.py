@@ -4,9 +4,9 @@
     python tests/benchmarks/step.py --time  # a ResNet-50's shape with tiny tensors
 
 Frames are calls of Python functions of lightning_dp, on all threads, from the end of a batch to the
-end of the next one; of three steps the one with the fewest counts. `--time` prints medians and the
-lowest: the engine's own time in order (a step less the replicas' forward and backward), the drop-in
-beside the bare modules, and what nn.DataParallel spends on building its module trees alone.
+end of the next one; of three steps the one with the fewest counts. `--time` prints medians: the
+engine's own time in order (a step less the replicas' forward and backward), the drop-in beside the
+bare modules, and what nn.DataParallel spends on building its module trees alone.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.models import TinyResNet50
-from benchmarks.peers import QUIET
+from benchmarks.models import WORKLOADS
+from benchmarks.peers import share
+from support.oracle import QUIET
 
 PACKAGE = Path(lightning_dp.__file__).parent
-CPU = torch.device("cpu")
-WATCHED = 3
+WARM_UP, WATCHED = 60, 3
 
 
 class SmallMLP(LightningModule):
@@ -60,30 +60,24 @@ class SmallMLP(LightningModule):
 
 
 class Watch(Callback):
-    """Counts the calls of each function of the package in some steps after a warm-up."""
+    """Counts the calls of each function of the package, by file and name, in each step."""
 
-    def __init__(self, warm_up: int) -> None:
-        self.steps: list[Counter[tuple[str, str]]] = []
-        self._warm_up = warm_up
-        self._calls: Counter[tuple[str, str]] | None = None
+    def __init__(self) -> None:
+        self.steps = [Counter[tuple[str, str]]()]
 
     def count(self, frame: FrameType, event: str, called: Any) -> None:
         file = Path(frame.f_code.co_filename)
-        if self._calls is not None and event == "call" and file.is_relative_to(PACKAGE):
-            self._calls[file.relative_to(PACKAGE).as_posix(), frame.f_code.co_name] += 1
+        if len(self.steps) > WARM_UP and event == "call" and file.is_relative_to(PACKAGE):
+            self.steps[-1][file.relative_to(PACKAGE).as_posix(), frame.f_code.co_name] += 1
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if self._calls is not None:
-            self.steps.append(self._calls)
-        is_watched = self._warm_up <= trainer.global_step < self._warm_up + WATCHED
-        self._calls = Counter() if is_watched else None
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append(Counter())
 
 
-def plain_step(executor: Any = "auto", devices: int = 4, warm_up: int = 60) -> Counter[Any]:
+def plain_step(executor: Any = "auto", devices: int = 4) -> Counter[tuple[str, str]]:
     """The calls of each function, by file and name, in one step."""
-    data = torch.randn(4 * devices * (warm_up + WATCHED), 8)
-    watch = Watch(warm_up)
-    strategy = lightning_dp.DataParallelStrategy(executor=executor)
+    data = torch.randn(4 * devices * (WARM_UP + WATCHED), 8)
+    watch, strategy = Watch(), lightning_dp.DataParallelStrategy(executor=executor)
     options = {"accelerator": "cpu", "devices": devices, "max_epochs": 1, "callbacks": [watch]}
     trainer = Trainer(strategy=strategy, **QUIET, **options)
     threading.setprofile(watch.count)  # for the workers, which start later
@@ -93,41 +87,7 @@ def plain_step(executor: Any = "auto", devices: int = 4, warm_up: int = 60) -> C
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return min(watch.steps, key=Counter.total)
-
-
-def files_of(calls: Counter[tuple[str, str]]) -> Counter[str]:
-    """Calls by file."""
-    files: Counter[str] = Counter()
-    for (file, _), count in calls.items():
-        files[file] += count
-    return files
-
-
-class Net(TinyResNet50):
-    """A module with a step, as the engine calls it."""
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self(batch).square().mean()
-        return loss
-
-
-Times = dict[str, tuple[float, float]]
-
-
-def timed(steps: int, work: dict[str, Callable[[], float | None]], module: nn.Module) -> Times:
-    """Milliseconds of each, by turns; every step finds changed parameters and no gradients."""
-    found: dict[str, list[float]] = {name: [] for name in work}
-    for i in range(steps + 20):
-        for name, step in work.items():
-            module.zero_grad()
-            with torch.no_grad():
-                torch._foreach_mul_(list(module.parameters()), 0.999)
-            start = time.perf_counter()
-            less = step() or 0.0
-            if i >= 20:
-                found[name].append(1e3 * (time.perf_counter() - start - less))
-    return {name: (statistics.median(times), min(times)) for name, times in found.items()}
+    return min(watch.steps[WARM_UP : WARM_UP + WATCHED], key=Counter.total)
 
 
 def rebuild(module: nn.Module, k: int) -> None:
@@ -142,53 +102,62 @@ def rebuild(module: nn.Module, k: int) -> None:
                 setattr(tree, name, tensor.detach())
 
 
-def overheads(k: int = 4, steps: int = 60) -> Times:
-    """What the engine and the drop-in take, and bare modules."""
+def overheads(k: int = 4, steps: int = 60) -> dict[str, float]:
+    """What the engine and the drop-in take, and bare modules, in milliseconds."""
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
-    module, batch = Net(), torch.randn(2 * k, 3, 8, 8)
-    copies = [module, *(copy.deepcopy(module) for _ in range(k - 1))]
-    split = split_policy("even", None, [CPU] * k)
-    engine = StepParallel(module, [CPU] * k, output_device=CPU, split=split, executor="inorder")
-    drop_in = lightning_dp.DataParallel(module, [CPU] * k, executor="inorder")
+    module, batch = WORKLOADS["resnet"].make(), WORKLOADS["resnet"].batches(2 * k)[0]
+    own_parts = [(copy.deepcopy(module), share(batch, k, i)) for i in range(k)]
+    devices = [torch.device("cpu")] * k
+    options: dict[str, Any] = {"output_device": devices[0], "executor": "inorder"}
+    engine = StepParallel(module, devices, split=split_policy("even", None, devices), **options)
+    drop_in = lightning_dp.DataParallel(module.net, devices, **options)
 
     def own() -> float:
         before = sum(usage.busy_seconds for usage in engine.usage)
-        engine.train("training_step", engine.scatter(batch)).backward()
+        engine.train("training_step", engine.scatter(batch), 0).backward()
         return sum(usage.busy_seconds for usage in engine.usage) - before
 
     def bare() -> None:
-        for module, part in zip(copies, batch.chunk(k), strict=True):
-            module(part).sum().backward()
+        for net, part in own_parts:
+            net.loss(part).backward()
 
-    work = {
+    work: dict[str, Callable[[], float | None]] = {
         "the engine's own time, in order": own,
         "bare modules, forward and backward": bare,
-        "drop-in, forward and backward": lambda: drop_in(batch).sum().backward(),
-        f"building {k} module trees": lambda: rebuild(module, k),
+        "drop-in, forward and backward": lambda: module.loss(batch, drop_in).backward(),
+        f"building {k} module trees": lambda: rebuild(module.net, k),
     }
-    found = timed(steps, work, module)
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(steps + 20):
+        for name, step in work.items():  # every one finds changed parameters and no gradients
+            module.zero_grad()
+            with torch.no_grad():
+                torch._foreach_mul_(list(module.parameters()), 0.999)
+            start = time.perf_counter()
+            less = step() or 0.0
+            found[name].append(1e3 * (time.perf_counter() - start - less))
     engine.close()
     drop_in.close()
-    return found
+    return {name: statistics.median(times[20:]) for name, times in found.items()}
 
 
 def main() -> None:
     """Counts or measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--executor", default="auto", help="auto, threads or inorder")
     parser.add_argument("--time", action="store_true", help="measure time instead")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if options.time:
-        for name, (middle, low) in overheads().items():
-            print(f"{name:36}{middle:8.2f} ms [{low:.2f}]")
+        for name, milliseconds in overheads().items():
+            print(f"{name:36}{milliseconds:8.2f} ms")
         return
-    calls = plain_step(options.executor)
+    calls = plain_step()
     for (file, name), count in calls.most_common(60):
         print(f"{count:6}  {file}: {name}")
-    print("\n" + "\n".join(f"{count:6}  {file}" for file, count in files_of(calls).most_common()))
-    print(f"\n{len(files_of(calls))} files, {calls.total()} frames")
+    files = Counter(file for file, _ in calls.elements())
+    print("\n" + "\n".join(f"{count:6}  {file}" for file, count in files.most_common()))
+    print(f"\n{len(files)} files, {calls.total()} frames")
 
 
 if __name__ == "__main__":

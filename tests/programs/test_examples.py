@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +62,6 @@ def test_it_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
     with initialize_config_module("lightning_dp.conf", version_base="1.3"):
         cfg = compose("train", overrides=overrides)
     assert any(metric.startswith("test/") for metric in as_program(train)(cfg))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*MAINS, "tutorial", "migrate"])
-def test_it_runs_as_a_script(name: str, tmp_path: Path) -> None:
-    script = ROOT / "examples" / f"{name}.py"
-    options = [] if name == "tutorial" else ["--epochs=1", *OPTIONS.get(name, [])]
-    command = [sys.executable, str(script), "--devices=2", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,9 @@ class Workload(NamedTuple):
     def make(self) -> Model:
         return Model(self.net(), self.optimizer)
 
-    def batches(self, samples: int | None = None) -> list[Any]:
+    def batches(self, samples: int) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
-        return [self.batch(samples or self.samples, generator) for _ in range(4)]
+        return [self.batch(samples, generator) for _ in range(4)]
 
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD

@@ -30,9 +30,9 @@ class Job:
 
     peer: str
     model: str
-    device: str = "cpu"
-    devices: int = 1
-    samples: int | None = None
+    device: str
+    devices: int
+    samples: int
     options: Mapping[str, Any] = field(default_factory=dict)
     is_virtual: bool = False
     master: str = ""
@@ -153,8 +153,7 @@ def loop(model: Any, net: Any, pace: Pace, batches: Sequence[Any], device: torch
 def torch_ddp(job: Job, pace: Pace) -> None:
     """DistributedDataParallel: a process for each device."""
     device, world = job.torch_devices[job.rank], {"rank": job.rank, "world_size": job.devices}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, init_method=job.master, **world)
+    torch.distributed.init_process_group(init_method=job.master, **world)
     model = WORKLOADS[job.model].make().to(device)
     net = nn.parallel.DistributedDataParallel(model.net)
     loop(model, net, pace, [share(batch, job.devices, job.rank) for batch in job.batches], device)
@@ -176,9 +175,8 @@ class OnVirtualTime(nn.DataParallel[nn.Module]):
 
 def nn_data_parallel(job: Job, pace: Pace) -> None:
     """torch.nn.DataParallel: one process, the loss on the first device."""
-    for function in (_broadcast_coalesced, _scatter, _gather):
-        if not hasattr(torch._C, function.__name__):
-            setattr(torch._C, function.__name__, function)
+    for own in (_broadcast_coalesced, _scatter, _gather):
+        setattr(torch._C, own.__name__, getattr(torch._C, own.__name__, own))
     devices = job.torch_devices
     model = WORKLOADS[job.model].make().to(devices[0])
     kind = OnVirtualTime if job.is_virtual else nn.DataParallel

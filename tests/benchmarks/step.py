@@ -5,8 +5,8 @@
 
 Frames are calls of Python functions of lightning_dp, on all threads, from the end of a batch to the
 end of the next one; of three steps the one with the fewest counts. `--time` prints medians: the
-engine's own time in order (a step less the replicas' forward and backward), the drop-in beside the
-bare modules, and what nn.DataParallel spends on building its module trees alone.
+engine's own time in order (a step less the replicas' forward and backward), that of bare modules,
+and what nn.DataParallel spends on building its module trees alone.
 """
 
 from __future__ import annotations
@@ -103,14 +103,13 @@ def rebuild(module: nn.Module, k: int) -> None:
 
 
 def overheads(k: int = 4, steps: int = 60) -> dict[str, float]:
-    """What the engine and the drop-in take, and bare modules, in milliseconds."""
+    """What the engine takes, bare modules, and nn.DataParallel's module trees, in milliseconds."""
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
     module, batch = WORKLOADS["resnet"].make(), WORKLOADS["resnet"].batches(2 * k)[0]
     own_parts = [(copy.deepcopy(module), share(batch, k, i)) for i in range(k)]
     devices = [torch.device("cpu")] * k
-    options: dict[str, Any] = {"output_device": devices[0], "executor": "inorder"}
-    engine = StepParallel(module, devices, split=split_policy("even", None, devices), **options)
-    drop_in = lightning_dp.DataParallel(module.net, devices, **options)
+    split, output = split_policy("even", None, devices), devices[0]
+    engine = StepParallel(module, devices, output_device=output, split=split, executor="inorder")
 
     def own() -> float:
         before = sum(usage.busy_seconds for usage in engine.usage)
@@ -124,7 +123,6 @@ def overheads(k: int = 4, steps: int = 60) -> dict[str, float]:
     work: dict[str, Callable[[], float | None]] = {
         "the engine's own time, in order": own,
         "bare modules, forward and backward": bare,
-        "drop-in, forward and backward": lambda: module.loss(batch, drop_in).backward(),
         f"building {k} module trees": lambda: rebuild(module.net, k),
     }
     found: dict[str, list[float]] = {name: [] for name in work}
@@ -137,7 +135,6 @@ def overheads(k: int = 4, steps: int = 60) -> dict[str, float]:
             less = step() or 0.0
             found[name].append(1e3 * (time.perf_counter() - start - less))
     engine.close()
-    drop_in.close()
     return {name: statistics.median(times[20:]) for name, times in found.items()}
 
 

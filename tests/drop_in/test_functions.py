@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.forward_twins import CPU, EXACT, inputs, perceptron, said, update
 from support.oracle import assert_equal_trees, devices_of, gradients
-from support.traces import threads_left
+from support.waiting import threads_left
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 

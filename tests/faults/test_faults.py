@@ -21,8 +21,7 @@ from lightning.pytorch import Callback
 from support import oracle
 from support.forward_twins import said
 from support.oracle import Classifier, loader
-from support.traces import thread_state, threads_left
-from support.waiting import not_kept
+from support.waiting import not_kept, thread_state, threads_left
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric

@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from support.oracle import Classifier, assert_equal_trees, loader, run, trainer
-from support.processes import run_in_processes
-from support.rerun_in_processes import assert_pass_in_two_processes
+from support.processes import assert_pass_in_two_processes, run_in_processes
 from test_conformance import OPTIONS
 from test_conformance import cases as conformance
 from torch import Tensor, nn

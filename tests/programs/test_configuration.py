@@ -36,7 +36,7 @@ def composed(*overrides: str, name: str = "train", **options: Any) -> DictConfig
 # --- what there is --------------------------------------------------------------------------------
 
 
-def test_strategy_options_are_the_arguments_of_the_class_and_explained() -> None:
+def test_options_in_conf_are_the_arguments_of_the_strategy_and_explained() -> None:
     file = CONF / "strategy" / "dp_custom.yaml"
     options = dict(OmegaConf.load(file))
     assert options.pop("_target_") == "lightning_dp.DataParallelStrategy"
@@ -54,7 +54,7 @@ GROUPS = sorted({f.parent.name for f in CONF.glob("*/*.yaml")} - {"hparams_searc
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_of_a_group_composes(group: str) -> None:
+def test_every_file_of_a_group_composes(group: str) -> None:
     for file in (CONF / group).glob("*.yaml"):
         OmegaConf.to_container(composed(f"{group}={file.stem}"), resolve=True)
 
@@ -78,7 +78,7 @@ def test_the_help_names_every_group() -> None:
         (1, 64, "strategy.devices=[0,0]", ("gpu", "auto")),
     ],
 )
-def test_default_devices(
+def test_devices_are_gpus_where_there_are_some_else_replicas_on_the_cpu(
     gpus: int, cores: int, overrides: str, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -96,7 +96,7 @@ def test_default_devices(
         ("strategy=single", "SingleDeviceStrategy", 1),
     ],
 )
-def test_every_strategy_makes_a_trainer(options: str, kind: str, count: int) -> None:
+def test_every_strategy_of_conf_makes_a_trainer(options: str, kind: str, count: int) -> None:
     cfg = settle(composed(*CPU, *options.split()))
     trainer = instantiate(cfg.trainer, logger=False)
     assert (type(trainer.strategy).__name__, trainer.num_devices) == (kind, count)
@@ -115,7 +115,7 @@ def test_every_strategy_makes_a_trainer(options: str, kind: str, count: int) -> 
         (("experiment=tutorial",), (None, None, "tutorial")),
     ],
 )
-def test_the_command_line_says_more_than_the_run(
+def test_evaluate_takes_the_runs_options_unless_the_command_line_has_others(
     overrides: tuple[str, ...], expected: tuple[Any, Any, str], tmp_path: Path
 ) -> None:
     OmegaConf.save(composed("model.width=8", "data.split_seed=3"), tmp_path / "config.yaml")
@@ -165,12 +165,14 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
         ("trainer=foreign_app strategy=single trainer.accelerator=cpu", "SingleDeviceStrategy", 1),
     ],
 )
-def test_a_strategy_reaches_their_trainer(line: str, kind: str, count: int, theirs: Any) -> None:
+def test_a_strategy_reaches_another_apps_trainer(
+    line: str, kind: str, count: int, theirs: Any
+) -> None:
     trainer = theirs(*line.split(), "train=false", "test=false")
     assert (type(trainer.strategy).__name__, trainer.num_devices) == (kind, count)
 
 
-def test_every_word_of_the_line_takes_effect(theirs: Any) -> None:
+def test_every_option_takes_effect_in_another_app(theirs: Any) -> None:
     line = "trainer=foreign_app strategy.split=adaptive trainer.devices=2 strategy.weights=[1,2]"
     trainer = theirs(*line.split(), "+trainer.max_steps=1", "test=false", "trainer.accelerator=cpu")
     assert "split='adaptive'" in repr(trainer.strategy)

@@ -29,13 +29,13 @@ def test_there_is_an_experiment_for_every_lightning_module() -> None:
     assert {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")} == files
 
 
-def test_nothing_is_taken_from_the_programs() -> None:
+def test_no_example_imports_the_app() -> None:
     for file in (ROOT / "examples").glob("*.py"):
         assert "lightning_dp.app" not in file.read_text(), file
 
 
 @pytest.mark.parametrize("name", MAINS)
-def test_several_devices_print_what_one_prints(name: str) -> None:
+def test_an_example_prints_on_several_devices_what_it_prints_on_one(name: str) -> None:
     options = ["--epochs=1", *OPTIONS.get(name, [])]
     one, three = (
         numbers(in_here(MAINS[name], f"--devices={devices}", *options)) for devices in (1, 3)
@@ -50,7 +50,7 @@ def numbers(printed: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", [*MAINS, "tutorial"])
-def test_it_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
+def test_an_example_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
     overrides = [
         f"experiment={name}",
         "trainer.accelerator=cpu",

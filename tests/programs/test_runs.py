@@ -23,23 +23,15 @@ from support.programs import read_json
 from torch.utils.data import DataLoader
 
 from lightning_dp.app.jobs import evaluate, train, train_main
-from lightning_dp.app.run import (
-    INTERRUPTED,
-    TERMINATED,
-    OptionError,
-    as_program,
-)
+from lightning_dp.app.run import INTERRUPTED, TERMINATED, OptionError, as_program
 from lightning_dp.examples.digits import DigitsCRNN, DigitsDataModule
 
 SMALL = (
     *("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=3"),
     *("trainer.limit_train_batches=3", "trainer.limit_val_batches=2"),
     *("trainer.limit_test_batches=1", "model.width=2", "data.batch_size=16"),
-    *(
-        "strategy.executor=inorder",
-        "extras.check_first_step=false",
-        "+trainer.num_sanity_val_steps=0",
-    ),
+    *("strategy.executor=inorder", "extras.check_first_step=false"),
+    "+trainer.num_sanity_val_steps=0",
     *("+trainer.enable_progress_bar=false", "+trainer.enable_model_summary=false"),
 )
 BARE = ("~logger", "~callbacks.data_parallel_monitor")
@@ -97,26 +89,18 @@ class Recorded(DigitsCRNN):
 
 
 class Ends(DigitsCRNN):
-    """Ends once, in one of several places, by an error or a signal."""
+    """Ends once, in its second epoch, by an error or a signal."""
 
-    where = ""
-    error: type[BaseException] | None = RuntimeError
-
-    def end(self, where: str, at: bool) -> None:
-        error = type(self).error
-        if at and where == self.where and error is not None:
-            type(self).error = None
-            if error is SystemExit:
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-            raise error("a plug was pulled")
+    by: type[BaseException] | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.end("training", self.current_epoch == 1 and batch_idx == 1)
+        error = type(self).by
+        if error is not None and (self.current_epoch, batch_idx) == (1, 1):
+            type(self).by = None
+            if error is not SystemExit:
+                raise error("a plug was pulled")
+            os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(batch, batch_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        self.end("validation", self.current_epoch == 1)
 
 
 class Ordered(DigitsDataModule):
@@ -154,7 +138,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, metrics, log.read_text(), "\n".join(printed)
 
 
-def test_checkpoints(done: Any) -> None:
+def test_a_run_keeps_its_best_and_its_last_checkpoint(done: Any) -> None:
     folder = done[0] / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"epoch_000.ckpt", "last.ckpt"}
     best, last = state(folder / "epoch_000.ckpt"), state(folder / "last.ckpt")
@@ -162,7 +146,7 @@ def test_checkpoints(done: Any) -> None:
     assert (last["epoch"], last["global_step"]) == (2, 9)
 
 
-def test_metrics(done: Any) -> None:
+def test_a_run_leaves_metrics_of_each_epoch_and_device(done: Any) -> None:
     folder, metrics, _, printed = done
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -184,7 +168,7 @@ def test_the_log_has_warnings_and_versions(done: Any) -> None:
     assert log.count("UserWarning: the model's own") == 1
 
 
-def test_secrets_stay_interpolations(done: Any) -> None:
+def test_secrets_of_the_environment_are_written_nowhere(done: Any) -> None:
     folder, _, log, printed = done
     assert "${oc.env:DP_SECRET}" in (folder / "config.yaml").read_text()
     texts = [path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()]
@@ -202,7 +186,7 @@ def test_a_run_is_evaluated_in_its_best_state(done: Any, tmp_path: Path) -> None
     assert (written.model.width, written.data.batch_size) == (2, 16)
 
 
-def test_a_resumed_run_still_learns(done: Any, tmp_path: Path) -> None:
+def test_a_run_resumed_after_its_last_epoch_still_learns(done: Any, tmp_path: Path) -> None:
     """After the last epoch of the default schedule, too."""
     rates, before = Recorded.rates, len(Recorded.rates)
     path = f"ckpt_path={done[0] / 'checkpoints' / 'last.ckpt'}"
@@ -213,8 +197,6 @@ def test_a_resumed_run_still_learns(done: Any, tmp_path: Path) -> None:
 
 
 # --- how it ends before its time ------------------------------------------------------------------
-
-STATUS = {KeyboardInterrupt: INTERRUPTED, SystemExit: TERMINATED}
 
 
 @pytest.fixture(scope="module")
@@ -227,32 +209,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent differently there")
 @pytest.mark.parametrize(
-    ("where", "error"),
+    ("error", "said", "status"),
     [
-        ("validation", RuntimeError),
-        ("training", SystemExit),
-        pytest.param("training", KeyboardInterrupt, marks=pytest.mark.slow),
+        (RuntimeError, "Failed", None),
+        (SystemExit, "Terminated", TERMINATED),
+        pytest.param(KeyboardInterrupt, "Interrupted", INTERRUPTED, marks=pytest.mark.slow),
     ],
 )
-def test_an_end_leaves_a_state_to_go_on_from(
-    where: str,
+def test_a_training_that_ends_early_can_be_resumed_as_if_it_had_not(
     error: type[BaseException],
+    said: str,
+    status: int | None,
     whole: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(Ends, "where", where)
-    monkeypatch.setattr(Ends, "error", error)
-    own = pytest.raises(SystemExit if error in STATUS else error)
+    monkeypatch.setattr(Ends, "by", error)
+    own = pytest.raises(SystemExit if status else error)
     with logged(tmp_path / "run") as log, own as stop:
         as_program(train)(configured(tmp_path / "run", of_class(Ends), *ALIKE))
-    if isinstance(stop.value, SystemExit):
-        assert stop.value.code == STATUS[error]
-    else:
-        assert "Traceback" in log.read_text() and "a plug was pulled" in log.read_text()
+    assert getattr(stop.value, "code", None) == status
+    assert status or ("Traceback" in log.read_text() and "a plug was pulled" in log.read_text())
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    said = {KeyboardInterrupt: "Interrupted", SystemExit: "Terminated"}.get(error, "Failed")
     lines = f"{said}. Run folder: {tmp_path / 'run'}\nTo go on: ckpt_path={path}\n"
     assert lines in capsys.readouterr().err
 
@@ -274,7 +253,7 @@ def test_an_unusable_option_leaves_its_traceback_in_the_log(tmp_path: Path, caps
 # --- sweeps ---------------------------------------------------------------------------------------
 
 
-def test_a_sweep_goes_on_without_the_jobs_that_fail(
+def test_a_sweep_goes_on_after_a_job_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

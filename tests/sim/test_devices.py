@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from sim_devices.accelerator import SimAccelerator
 from support.oracle import QUIET, Classifier, loader
-from torch import Tensor, nn
+from torch import Tensor
 
 MIB = 2**20
 TESTS = Path(__file__).parents[1]
@@ -63,15 +63,6 @@ def test_the_current_device_is_where_sim_points_in_each_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [0]
-
-
-def test_modules_keep_their_parameters_as_they_move() -> None:
-    layer = nn.Linear(2, 3)
-    weight = layer.weight
-    assert layer.to("sim:6").weight is weight
-    assert weight.device == weight.untyped_storage().device == torch.device("sim:6")
-    with pytest.raises(TypeError, match=r"Tensor.cpu"):
-        weight.detach().numpy()
 
 
 MIXING: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [

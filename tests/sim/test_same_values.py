@@ -1,4 +1,7 @@
-"""Models and ops give on a simulated device what they give on the CPU, gradients included."""
+"""Ops give on a simulated device what they give on the CPU, gradients included.
+
+Models of many kinds are compared in `tests/same_numbers`.
+"""
 
 from __future__ import annotations
 
@@ -14,59 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 Case = Callable[[torch.device], list[Tensor]]
 
-# --- modules: outputs, gradients of inputs and parameters, buffers --------------------------------
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, stride=2, groups=2),
-        nn.GELU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 4),
-    )
-
-
-def normed() -> nn.Module:
-    parametrizations = nn.utils.parametrizations
-    linears = parametrizations.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 4)
-    return nn.Sequential(linears[0], parametrizations.spectral_norm(linears[1]))
-
-
-MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "cnn": (cnn, (4, 3, 16, 16)),
-    "channels_last conv": (
-        lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
-        (2, 3, 6, 6),
-    ),
-    "lstm": (lambda: nn.LSTM(4, 6, num_layers=2, bidirectional=True), (7, 3, 4)),
-    "parametrizations": (normed, (5, 4)),
-}
+CASES: dict[str, Case] = {}
 
 
 def leaf(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape).to(device).requires_grad_()
-
-
-def of_module(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Case:
-    def run(device: torch.device) -> list[Tensor]:
-        module, x = make().to(device), leaf(device, *shape)
-        output = module(x)
-        output = output[0] if isinstance(output, tuple) else output
-        output.square().mean().backward()
-        gradients = [t.grad for t in (*module.parameters(), x) if t.grad is not None]
-        return [output, *gradients, *module.buffers()]
-
-    return run
-
-
-CASES: dict[str, Case] = {name: of_module(*row) for name, row in MODULES.items()}
-
-# --- ops ------------------------------------------------------------------------------------------
 
 
 def case(function: Case) -> Case:

@@ -1,4 +1,4 @@
-"""Virtual time: schedules computed by hand, and numbers that no load of the machine changes.
+"""Virtual time: schedules computed by hand. Steps: `tests/benchmarks`.
 
 What overlaps what is as in NVIDIA's CUDA C++ Programming Guide, "Asynchronous Concurrent
 Execution": kernels of one stream, kernels that fill their device and copies of one direction do not
@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from support import oracle
-from support.oracle import Classifier, loader, trainer
 from torch import Tensor, nn
-
-from lightning_dp import DataParallelStrategy
 
 US = 1_000  # nanoseconds
 
@@ -133,7 +127,7 @@ SCHEDULES: list[Callable[[Machine], int]] = [
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.__name__)
-def test_it_takes_what_was_computed_by_hand(
+def test_virtual_time_is_what_was_computed_by_hand(
     schedule: Callable[[Machine], int], machine: Machine
 ) -> None:
     assert schedule(machine) * US == elapsed()
@@ -233,68 +227,3 @@ def test_a_backward_begins_after_its_call_and_its_caller_goes_on_after_it(
     (y * 2).backward(gradient)  # forward 60 to 70, backward 70 to 80, which the host waits for
     machine.ops(2)  # 80 to 90
     assert elapsed() == 90 * US
-
-
-# --- a training step ------------------------------------------------------------------------------
-
-
-class SecondStep(Callback):
-    """Puts the second training step on virtual time."""
-
-    seconds = 0.0
-
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        if index == 1:
-            torch.sim.set_clock("virtual")
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int
-    ) -> None:
-        if index == 1:
-            torch.sim.set_clock("wall")
-            self.seconds = torch.sim.elapsed()
-
-
-def simulate(executor: str, mode: str) -> float:
-    """The time of the second step of a training on four unequal devices."""
-    for k in range(4):
-        rates = {"flops_per_second": 1e9 * (k + 1), "bytes_per_second": 1e10}
-        torch.sim.set_speed(k, seconds_per_op=1e-6, **rates)
-    torch.sim.set_links("pcie4")
-    step, strategy = SecondStep(), DataParallelStrategy(executor=executor, mode=mode)
-    limits = {"limit_train_batches": 2, "limit_val_batches": 0}
-    job = trainer(4, strategy, max_epochs=1, callbacks=[step], **limits)
-    job.fit(Classifier(), loader(), loader())
-    return step.seconds
-
-
-@contextlib.contextmanager
-def busy() -> Iterator[None]:
-    """A machine that has other things to do, and a Python that changes threads all the time."""
-    over, interval = threading.Event(), sys.getswitchinterval()
-
-    def work() -> None:
-        while not over.is_set():
-            torch.ones(100, 100) @ torch.ones(100, 100)
-
-    burner = threading.Thread(target=work)
-    sys.setswitchinterval(1e-5)
-    burner.start()
-    try:
-        yield
-    finally:
-        over.set()
-        sys.setswitchinterval(interval)
-        burner.join()
-
-
-@pytest.mark.parametrize(("executor", "mode"), [("threads", "step"), ("inorder", "forward")])
-def test_a_step_takes_the_same_on_an_idle_and_on_a_busy_machine(
-    executor: str, mode: str, one_thread: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(oracle, "ON", "sim")
-    # Where gradients of several devices meet in one graph, autograd's threads race.
-    with torch.autograd.set_multithreading_enabled(mode == "step"):
-        idle = simulate(executor, mode)
-        with busy():
-            assert simulate(executor, mode) == idle > 0

@@ -13,9 +13,9 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command_line(*arguments: str, cwd: Path, module: str = "lightning_dp") -> str:
-    """Runs a program and returns what it prints; fails if it does."""
-    command = [sys.executable, "-m", module, *arguments]
+def command_line(*arguments: str, cwd: Path) -> str:
+    """Runs the program and returns what it prints; fails if it does."""
+    command = [sys.executable, "-m", "lightning_dp", *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Times and ends on a busy machine, which makes work longer and never shorter."""
+"""Times, ends and what they leave, on a busy machine, which makes work longer, never shorter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from lightning_dp.parallel.apply import current_participant
 
 TRIES = 20
 
@@ -62,3 +65,44 @@ class Clock:
             self._now += waiting + max(self._at_once.values(), default=0.0)
             self._at_once.clear()
             return self._now
+
+
+_named: set[threading.Thread] = set()
+
+
+def threads_left(seconds: float = 2) -> list[str]:
+    """Names of the engine's threads that do not end within a while, each of them once."""
+    end = time.monotonic() + seconds
+    while True:
+        left = [t for t in threading.enumerate() if t.name.startswith("dp-") and t not in _named]
+        if not left or time.monotonic() > end:
+            _named.update(left)
+            return [t.name for t in left]
+        gc.collect()
+        time.sleep(0.01)
+
+
+def thread_state(on: str) -> dict[str, Any]:
+    """What PyTorch keeps for the calling thread, and for threads to come."""
+    state: dict[str, Any] = {
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default device": torch.get_default_device(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "intra-op threads": torch.get_num_threads(),
+        "intra-op threads of new threads": _in_new_thread(torch.get_num_threads),
+        "replica": current_participant(),
+    }
+    if on == "sim":
+        accelerator = torch.accelerator
+        state["device"] = accelerator.current_device_index()
+        state["streams"] = list(map(accelerator.current_stream, range(accelerator.device_count())))
+    return state
+
+
+def _in_new_thread(call: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,14 @@ from typing import Any
 import pytest
 from benchmarks.step import plain_step
 from support.processes import in_another_process
+from support.programs import python
 
 RUN = Path(__file__).with_name("run.py")
 
 
 def contest(*options: str) -> tuple[str, list[float]]:
     """What a run of two devices prints, and the losses of the contestants."""
-    command = [sys.executable, str(RUN), "--devices", "2", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python(str(RUN), "--devices", "2", *options, cwd=RUN.parent)
     return done.stdout, [float(row.split()[-1]) for row in done.stdout.splitlines()[2:]]
 
 

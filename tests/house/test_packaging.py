@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -11,7 +10,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from support.programs import ROOT
+from support.programs import ROOT, python
 
 import lightning_dp
 
@@ -60,10 +59,7 @@ def built(what: str, source: Path, into: Path) -> Path:
     """What setuptools makes of a folder, in a process and a folder of its own."""
     into.mkdir()
     code = f"from setuptools.build_meta import *; print(build_{what}({str(into)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-c", code, cwd=source)
     return into / done.stdout.split()[-1]
 
 

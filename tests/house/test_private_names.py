@@ -22,7 +22,7 @@ from lightning.pytorch.overrides import distributed as overrides
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from support.oracle import QUIET
 from support.programs import ROOT
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_dp import lightning_private
@@ -190,34 +190,3 @@ def test_a_view_is_not_alone_in_its_memory() -> None:
     assert not private.is_alone_in_memory(tensor) and not private.is_alone_in_memory(view)
     del view
     assert private.is_alone_in_memory(tensor)
-
-
-class _AsksInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ask: Callable[[Any], None]) -> Tensor:
-        ctx.ask = ask
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.ask(ctx)
-        return gradient, None
-
-
-def test_a_node_knows_its_backward() -> None:
-    """Whether the graph is kept, which leaves are filled, and when it has ended."""
-    x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
-    seen: list[Any] = []
-
-    def ask(node: Any) -> None:
-        stack, _ = node.next_functions[0]
-        will_run = [private.will_run(leaf) for leaf, _ in stack.next_functions]
-        seen.append((private.keeps_graph(), private.backward_id() >= 0, will_run))
-        private.at_end_of_backward(lambda: seen.append("end"))
-
-    loss = _AsksInBackward.apply(torch.stack([x, y]), ask).sum()
-    loss.backward(retain_graph=True)
-    loss.backward(inputs=[y])
-    x.sum().backward()
-    expected = [(True, True, [True, True]), "end", (False, True, [False, True]), "end"]
-    assert seen == expected and private.backward_id() < 0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from support.programs import ROOT, in_here
+from support.programs import ROOT
 
 from lightning_dp.app.jobs import train
 from lightning_dp.app.run import as_program
@@ -41,6 +46,14 @@ def test_an_example_prints_on_several_devices_what_it_prints_on_one(name: str) -
         numbers(in_here(MAINS[name], f"--devices={devices}", *options)) for devices in (1, 3)
     )
     assert len(one) >= 2 and three == pytest.approx(one, rel=2e-3)
+
+
+def in_here(main: Callable[[], None], *arguments: str) -> str:
+    """What a script prints, run in this process: its imports take longer than its work."""
+    printed = io.StringIO()
+    with mock.patch.object(sys, "argv", ["script", *arguments]), redirect_stdout(printed):
+        main()
+    return printed.getvalue()
 
 
 def numbers(printed: str) -> dict[str, float]:

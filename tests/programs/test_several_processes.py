@@ -1,12 +1,10 @@
 """The program in several processes: one run folder, one log, one table of all devices."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.programs import read_json
+from support.programs import python, read_json
 
 from lightning_dp.app.run import quiet_in_other_processes
 
@@ -30,16 +28,10 @@ def test_other_processes_than_the_first_write_no_folder_and_no_log(
 def test_a_training_of_two_processes_leaves_one_folder_and_one_log(tmp_path: Path) -> None:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ("trainer.devices=2", "trainer.max_epochs=2", "trainer.deterministic=true")
-    done = subprocess.run(
-        [sys.executable, *start, "-m", "lightning_dp", *options],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    job = ("-m", "lightning_dp", *options)
+    done = python(*start, *job, cwd=tmp_path, OMP_NUM_THREADS="1")
     printed = done.stdout + done.stderr
-    assert done.returncode == 0 and "Traceback" not in printed, printed
+    assert "Traceback" not in printed, printed
     assert printed.count("run folder:") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["logs"]
     [folder] = (tmp_path / "logs" / "train" / "runs").iterdir()

@@ -5,11 +5,10 @@ Python's and PyTorch's own modules are imported first, as their editions for Win
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.programs import python
 
 WITHOUT = """
 import asyncio, ctypes, multiprocessing.util, os, pathlib, platform, signal, sys, warnings
@@ -53,9 +52,7 @@ run("doctor", "--devices=cpu,cpu")
 
 @pytest.mark.slow
 def test_every_verb_runs_without_what_windows_lacks(tmp_path: Path) -> None:
-    command = [sys.executable, "-X", "warn_default_encoding", "-c", WITHOUT + PROGRAM]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-X", "warn_default_encoding", "-c", WITHOUT + PROGRAM, cwd=tmp_path)
     assert done.stdout.count("test/acc") >= 2 and "Healthy" in done.stdout
     names = {part for file in tmp_path.rglob("*") for part in file.relative_to(tmp_path).parts}
     assert len(names) > 5 and not [name for name in names if REFUSED & set(name)], names

@@ -7,8 +7,9 @@ Wherever a device is asked for, ``None`` is the current device; an int, ``"sim:3
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,25 +113,9 @@ class device(torch.accelerator.device_index):
 current_stream = torch.accelerator.current_stream
 
 
-class stream:
-    """Makes ``stream``, and its device, this thread's current ones; ``None`` changes nothing."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        """Makes it current."""
-        if self.stream is not None:
-            self._device = device(self.stream.device)
-            self._device.__enter__()
-            self._before = current_stream(self.stream.device)
-            torch.accelerator.set_stream(self.stream)
-
-    def __exit__(self, *error: object) -> None:
-        """Makes those from before current."""
-        if self.stream is not None:
-            torch.accelerator.set_stream(self._before)
-            self._device.__exit__(*error)
+def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Returns what makes ``stream``, and its device, this thread's current ones, if it is one."""
+    return stream or nullcontext()
 
 
 def synchronize(device: DeviceLike = None) -> None:

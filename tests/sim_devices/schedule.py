@@ -42,9 +42,8 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When commands begin and end, by their positions; of a thread's wait: the wait."""
+    """When commands end, by their positions."""
 
-    starts: tuple[int, ...]
     ends: tuple[int, ...]
     elapsed: int  # until all streams and threads are through
 
@@ -81,7 +80,6 @@ class _Replay:
             program.append(i)
         self._cursors = dict.fromkeys(self._programs, 0)
         self._issued: list[int | None] = [None] * count
-        self._starts: list[int | None] = [None] * count
         self._ends: list[int | None] = [None] * count
         self._queues: dict[int, deque[int]] = defaultdict(deque)
         self._through: dict[int, int] = defaultdict(int)  # when a stream is through with the last
@@ -99,10 +97,9 @@ class _Replay:
                 self._issue(*heapq.heappop(self._threads))
             else:
                 self._begin(*heapq.heappop(self._ready))
-        starts = tuple(start for start in self._starts if start is not None)
         ends = tuple(end for end in self._ends if end is not None)
         assert len(ends) == len(self._commands), "some commands wait for each other"
-        return Schedule(starts, ends, max((*ends, *self._cursors.values()), default=0))
+        return Schedule(ends, max((*ends, *self._cursors.values()), default=0))
 
     def _look_ahead(self, thread: int) -> None:
         """Plans when a thread issues its next command, unless it has to wait for another thread."""
@@ -127,7 +124,6 @@ class _Replay:
         i = self._programs[thread].popleft()
         command = self._commands[i]
         if command.stream is None:
-            self._starts[i] = self._cursors[thread]
             self._issued[i] = self._cursors[thread] = time
             self._end(i, time)
         else:
@@ -172,7 +168,6 @@ class _Replay:
             return
         end = start + command.nanoseconds
         assert command.stream is not None
-        self._starts[i] = start
         self._free.update(dict.fromkeys(command.engines, end))
         self._through[command.stream] = end
         queue = self._queues[command.stream]

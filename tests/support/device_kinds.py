@@ -92,9 +92,5 @@ def as_parameters(
 
 def header() -> str:
     """What is tested, and what is not though it could be."""
-    said = f"devices: {', '.join(kinds)}"
-    if "sim" in kinds and (found := torch.cuda.device_count()):
-        said += f" (GPUs found: {found}; `python -m pytest --on cuda` tests on them)"
-    if not sim_devices.IS_SUPPORTED:
-        said += f" (torch {torch.__version__} cannot count the memory of simulated devices)"
-    return said
+    gpus = torch.cuda.device_count() if "sim" in kinds else 0
+    return f"devices: {', '.join(kinds)}" + f" (not on {gpus} GPUs: `--on cuda`)" * bool(gpus)

@@ -25,7 +25,7 @@ from lightning_dp.strategy import DataParallelMixin
 from support import device_kinds
 
 ON = "cpu"  # the kind of devices a test is on (see `device_kinds`); the oracle is always the CPU
-TOGETHER = False  # whether several processes run the same test, see `rerun_in_processes`
+TOGETHER = False  # whether several processes run the same test, see `processes`
 EPOCHS = 2  # what an epoch leaves must reach the next one
 SAMPLES = 53  # in batches of 25: 25, 25 and a last batch of 3, smaller than K = 4
 BATCH = 25

@@ -10,12 +10,8 @@ import gc
 import io
 import multiprocessing as mp
 import os
-import pickle
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +22,6 @@ from torch.distributed import TCPStore
 from support import oracle
 
 SECONDS = 120.0  # a job that takes longer hangs
-
-
-class ProcessesError(AssertionError):
-    """Some processes have failed; says which, with their tracebacks."""
 
 
 def run_in_processes(
@@ -44,7 +36,6 @@ def run_in_processes(
 
     The job and its arguments are pickled: functions and classes have to be a module's own.
     """
-    context = server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
         "MASTER_ADDR": "127.0.0.1",
@@ -55,29 +46,22 @@ def run_in_processes(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **(environ or {}),
     }
-    pipes, processes = [], []
-    for rank in range(count):
-        machine, local = divmod(rank, count // machines)
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(machine)}
-        here, there = context.Pipe(duplex=False)
-        target = (there, variables | own, job, args)
-        process = context.Process(target=_work, args=target, daemon=False)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
+    pools, futures = [ProcessPoolExecutor(1, server()) for _ in range(count)], []
     try:
-        answers = _answers(pipes, seconds)
+        for rank, pool in enumerate(pools):
+            machine, local = divmod(rank, count // machines)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(machine)}
+            futures.append(pool.submit(_work, variables | own, job, args))
+        done, _ = wait(futures, seconds, FIRST_EXCEPTION)
+        errors = {rank: f.exception() for rank, f in enumerate(futures) if f in done}
+        said = [f"process {rank}: {e!r}\n{e.__cause__}" for rank, e in errors.items() if e]
+        assert len(done) == count and not said, "\n".join(said) or f"ended in time: {[*errors]}"
+        return [future.result() for future in futures]
     finally:
-        for process in processes:
-            process.join(timeout=5 if process.is_alive() else None)
-            if process.is_alive():
+        for pool in pools:
+            for process in (pool._processes or {}).values():
                 process.kill()
-                process.join()
-    failed = [f"process {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
-    if failed:
-        raise ProcessesError("\n".join(failed))
-    return [value for _, value in answers]
+            pool.shutdown()
 
 
 def server() -> Any:
@@ -95,28 +79,12 @@ def in_another_process(job: Callable[..., Any], *args: Any, **options: Any) -> A
         return process.submit(job, *args, **options).result(timeout=300)
 
 
-def _answers(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
-    answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * len(pipes)
-    open_pipes, end = dict(zip(pipes, range(len(pipes)), strict=True)), time.monotonic() + seconds
-    while open_pipes and (left := end - time.monotonic()) > 0:
-        for pipe in wait(list(open_pipes), timeout=left):
-            rank = open_pipes.pop(pipe)  # type: ignore[call-overload]  # only pipes were waited for
-            try:
-                answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]  # as above
-            except EOFError:
-                answers[rank] = False, "ended without an answer"
-    return answers
-
-
-def _work(answer: Connection, environ: Mapping[str, str], job: Any, args: Any) -> None:
+def _work(environ: Mapping[str, str], job: Callable[..., Any], args: Any) -> Any:
     os.environ.update(environ)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported: collections need not look at it
     try:
-        answer.send_bytes(pickle.dumps((True, job(*args))))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        return job(*args)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -142,9 +110,9 @@ class Outcomes:
             self.found.setdefault(report.nodeid, "passed")
 
 
-def outcomes(names: Sequence[str], devices: int | None, options: Sequence[str]) -> dict[str, str]:
+def outcomes(names: Sequence[str], options: Sequence[str]) -> dict[str, str]:
     """Runs tests in this process."""
-    oracle.TOGETHER, oracle.DEVICES = True, devices
+    oracle.TOGETHER = True
     seen, printed = Outcomes(), io.StringIO()
     fixed = ["-q", "-s", "-p", "no:cacheprovider", "-n", "0", "-m", "not interop"]
     # One that hangs ends the run.
@@ -157,17 +125,14 @@ def outcomes(names: Sequence[str], devices: int | None, options: Sequence[str]) 
     return seen.found
 
 
-def assert_pass_in_two_processes(
-    names: Sequence[str], options: Sequence[str] = (), devices: int | None = None
-) -> None:
+def assert_pass_in_two_processes(names: Sequence[str], options: Sequence[str] = ()) -> None:
     """Runs tests in two processes, of which each must pass all.
 
     Args:
         names: of files, or of tests in them, as pytest takes them, in the folder of tests.
         options: others for pytest.
-        devices: how many they have together; None for what the tests say.
     """
-    found = run_in_processes(outcomes, 2, names, devices, options, seconds=600.0)
+    found = run_in_processes(outcomes, 2, names, options, seconds=600.0)
     failed = [
         f"{name}, process {rank}: {text}"
         for rank, own in enumerate(found)

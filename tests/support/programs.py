@@ -1,32 +1,27 @@
-"""Running the programs as a user does, and reading what they leave behind."""
+"""Running programs as a user does, and reading what they leave behind."""
 
-import io
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command_line(*arguments: str, cwd: Path) -> str:
-    """Runs the program and returns what it prints; fails if it does."""
-    command = [sys.executable, "-m", "lightning_dp", *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python, which has to end well, with this environment beside ours."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def in_here(main: Callable[[], None], *arguments: str) -> str:
-    """What a script prints, run in this process: its imports take longer than its work."""
-    printed = io.StringIO()
-    with mock.patch.object(sys, "argv", ["script", *arguments]), redirect_stdout(printed):
-        main()
-    return printed.getvalue()
+    return done
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -671,17 +671,15 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
 def run(mutant: Mutant) -> tuple[str, str, float]:
     """What became of a mutant, by which test, and in how many seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in ("lightning_dp", "tests", "conf", "examples"):
-            ignore = shutil.ignore_patterns("__pycache__", "*.so")
-            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-        for name in ("pyproject.toml", "README.md"):
-            shutil.copy(ROOT / name, copy / name)
+        copy = Path(folder, "copy")
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.so", "shared")
+        )
         file, text = mutated(mutant, copy)
         file.write_text(text)
         started = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         process = subprocess.Popen(
             [*command, "--no-header", "--tb=no", *mutant.tests],
             cwd=copy,

@@ -10,6 +10,7 @@ import gc
 import io
 import multiprocessing as mp
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -56,7 +57,7 @@ def run_in_processes(
         errors = {rank: f.exception() for rank, f in enumerate(futures) if f in done}
         said = [f"process {rank}: {e!r}\n{e.__cause__}" for rank, e in errors.items() if e]
         assert len(done) == count and not said, "\n".join(said) or f"ended in time: {[*errors]}"
-        return [future.result() for future in futures]
+        return [pickle.loads(future.result()) for future in futures]
     finally:
         for pool in pools:
             for process in (pool._processes or {}).values():
@@ -79,12 +80,12 @@ def in_another_process(job: Callable[..., Any], *args: Any, **options: Any) -> A
         return process.submit(job, *args, **options).result(timeout=300)
 
 
-def _work(environ: Mapping[str, str], job: Callable[..., Any], args: Any) -> Any:
+def _work(environ: Mapping[str, str], job: Callable[..., Any], args: Any) -> bytes:
     os.environ.update(environ)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported: collections need not look at it
     try:
-        return job(*args)
+        return pickle.dumps(job(*args))  # a pool's own way shares the memory of tensors
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

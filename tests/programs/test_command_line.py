@@ -1,22 +1,20 @@
-"""`python -m lightning_dp` as a user types it: verbs, a signal, and without the extras."""
+"""`python -m lightning_dp` as a user types it: verbs, mistakes, and without the extras.
+
+Signals: `test_runs.py`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.programs import ROOT, python, read_json
 
 from lightning_dp import __main__ as program
-from lightning_dp.app.run import TERMINATED
 
 # --- in this process ------------------------------------------------------------------------------
 
@@ -56,32 +54,6 @@ def test_a_mistake_leaves_no_folder(
     printed = capsys.readouterr().err
     assert code == status and re.search(said, printed) and "Traceback" not in printed
     assert not list(tmp_path.iterdir())
-
-
-# --- as programs ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent differently there")
-def test_a_terminated_training_leaves_a_checkpoint_and_says_where(tmp_path: Path) -> None:
-    endless = ("trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000")
-    command = [sys.executable, "-m", "lightning_dp", "trainer.accelerator=cpu", *endless]
-    pipe, joined = subprocess.PIPE, subprocess.STDOUT
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=joined, text=True)
-    try:
-        deadline = time.monotonic() + 300
-        while not list(tmp_path.glob("logs/train/runs/*/checkpoints/last.ckpt")):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        printed = process.communicate(timeout=60)[0]
-    finally:
-        process.kill()
-        process.wait()
-    (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
-    assert process.returncode == TERMINATED, printed
-    assert f"Terminated. Run folder: {folder}" in printed
-    assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] >= 6
 
 
 # --- without any extra ----------------------------------------------------------------------------

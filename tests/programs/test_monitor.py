@@ -94,6 +94,8 @@ def test_samples_and_time_of_the_devices_sum_to_those_of_training(on: str) -> No
     assert all(total.peak_bytes) == (on != "cpu"), "the CPU does not count its memory"
     assert ("peak memory" in str(monitor)) == (on != "cpu")
     assert tuple(row.samples for row in rows) == total.samples
+    shown = [line.split()[0] for line in str(monitor).splitlines()[1:5]]
+    assert shown == list(monitor.replicas) == [row.device for row in rows] == names_of(4)
     assert sum(row.share for row in rows) == pytest.approx(1)
     for row in rows:
         together = row.busy_seconds + row.waiting_seconds
@@ -161,18 +163,6 @@ def test_loggers_get_a_row_whenever_lightning_logs(name: str, on: str) -> None:
     assert all(set(row) == keys for _, row in rows.rows)
     assert [row[f"dp-{names[0]}-samples"] for _, row in rows.rows] == samples
     assert monitor.total.steps == (1 if name == "one step" else 3 * options.get("max_epochs", 2))
-
-
-def test_a_replica_has_the_same_name_wherever_it_is_shown(on: str, tmp_path: Path) -> None:
-    monitor = DataParallelMonitor()
-    job = trainer(3, callbacks=[monitor])
-    job.fit(Classifier(), loader(), loader())
-    names = names_of(3)
-    assert list(monitor.replicas) == list(job.strategy.replica_names) == names
-    assert [usage.name for usage in job.strategy.usage] == names
-    assert [line.split()[0] for line in str(monitor).splitlines()[1:4]] == names
-    drawn = monitor.plot(tmp_path / "devices.svg").read_text()  # texts are comments there
-    assert all(f" {name} -->" in drawn for name in names)
 
 
 def test_a_monitor_shows_itself_and_draws_files(

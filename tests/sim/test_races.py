@@ -38,12 +38,6 @@ def on_side_after_main(side: torch.Stream, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def reads_too_early(side: torch.Stream) -> None:
-    x = ones()
-    with torch.sim.stream(side):
-        x + 1
-
-
 def freed_too_early(side: torch.Stream) -> None:
     x = ones(1000)
     side.wait_stream(main())
@@ -90,7 +84,6 @@ def copy_runs_on_the_sources_current_stream(side: torch.Stream) -> None:
 
 
 RACES: list[Callable[[torch.Stream], None]] = [
-    reads_too_early,
     freed_too_early,
     pinned_source_changed_too_early,
     pinned_memory_overwritten_while_another_stream_reads_it,

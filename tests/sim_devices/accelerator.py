@@ -31,7 +31,6 @@ class SimAccelerator(Accelerator):
     _mixed_precision: ClassVar[type[Any]] = MixedPrecision
 
     def setup_device(self, device: torch.device) -> None:
-        """Makes ``device`` the current one."""
         if device.type == "sim":
             device_module.set_device(device)
 
@@ -51,7 +50,6 @@ class SimAccelerator(Accelerator):
         """Does nothing: memory is given back when a tensor dies."""
 
     def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
-        """Returns the memory in use on ``device``, in bytes."""
         return {"memory_allocated": device_module.memory_allocated(device)}
 
     @staticmethod
@@ -78,7 +76,6 @@ class SimAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Returns the number of devices for ``devices="auto"``."""
         return device_module.device_count() or DEFAULT_DEVICE_COUNT
 
     @staticmethod
@@ -88,7 +85,6 @@ class SimAccelerator(Accelerator):
 
     @staticmethod
     def name() -> str:
-        """Returns ``"sim"``."""
         return "sim"
 
 

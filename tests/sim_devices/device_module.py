@@ -73,12 +73,10 @@ _is_in_bad_fork = is_forked  # torch asks for it: DataLoader workers seed every 
 
 
 def is_available() -> bool:
-    """Returns whether there are simulated devices."""
     return device_count() > 0
 
 
 def is_initialized() -> bool:
-    """Returns whether ``sim_devices.enable`` has been called."""
     return _initialized
 
 
@@ -93,7 +91,6 @@ def current_device() -> int:
 
 
 def set_device(device: DeviceLike) -> None:
-    """Makes ``device`` this thread's current device."""
     _extension.loaded.set_device(_index(device))
 
 
@@ -119,7 +116,6 @@ def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Waits for all work of ``device``."""
     _extension.loaded.synchronize(_index(device))
 
 
@@ -170,7 +166,6 @@ def copy_stats() -> dict[tuple[str, str], CopyStats]:
 
 
 def reset_copy_stats() -> None:
-    """Starts counting copies from zero."""
     _extension.loaded.reset_copies()
 
 
@@ -184,12 +179,10 @@ def manual_seed_all(seed: int) -> None:
 
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:
-    """Returns the state of the generator of ``device``, a ByteTensor on the CPU."""
     return default_generators[_index(device)].get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = None) -> None:
-    """Sets the state of the generator of ``device`` to one that ``get_rng_state`` returned."""
     default_generators[_index(device)].set_state(new_state)
 
 
@@ -197,5 +190,4 @@ def set_rng_state(new_state: torch.Tensor, device: DeviceLike = None) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Returns the dtypes that autocast may use."""
     return [torch.bfloat16, torch.float16]

@@ -7,9 +7,7 @@ takes hours. This is known as pairwise testing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import reduce
-from itertools import chain, combinations
-from operator import or_
+from itertools import combinations
 from typing import TypeAlias
 
 Row: TypeAlias = Sequence[Hashable]
@@ -29,23 +27,17 @@ def covering(rows: Sequence[Row], first: Sequence[bool]) -> list[int]:
         >>> [rows[i] for i in covering(rows, [True] * 8)]
         [('x', 'x', 'x'), ('x', 'y', 'y'), ('y', 'x', 'y'), ('y', 'y', 'x')]
     """
-    meeting = _masks([_pairs(row) for row in rows])
-    new, taken = reduce(or_, meeting, 0), []
+    meeting = [_pairs(row) for row in rows]
+    new, taken = set().union(*meeting), []
     for is_turn in (True, False):
         own = [i for i, is_first in enumerate(first) if is_first is is_turn]
         while own := [i for i in own if new & meeting[i]]:
-            taken.append(best := max(own, key=lambda i: (new & meeting[i]).bit_count()))
-            new &= ~meeting[best]
+            taken.append(best := max(own, key=lambda i: len(new & meeting[i])))
+            new -= meeting[best]
     return sorted(taken)
 
 
-def _pairs(row: Row) -> list[Hashable]:
+def _pairs(row: Row) -> set[Hashable]:
     """Of values and their places; of one value alone, it."""
     values = list(enumerate(row))
-    return list(combinations(values, 2)) or values
-
-
-def _masks(sets: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Each set as the bits of an integer."""
-    bits = {value: 1 << i for i, value in enumerate(dict.fromkeys(chain(*sets)))}
-    return [reduce(or_, (bits[value] for value in own), 0) for own in sets]
+    return set(combinations(values, 2)) or set(values)

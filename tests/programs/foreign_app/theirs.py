@@ -58,14 +58,3 @@ def train(cfg: DictConfig) -> L.Trainer:
     if cfg.get("test"):
         trainer.test(model=model, datamodule=data, verbose=False)
     return trainer
-
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="train.yaml")
-def main(cfg: DictConfig) -> float:
-    trainer = train(cfg)
-    print(type(trainer.strategy).__name__, trainer.num_devices)
-    return float(trainer.callback_metrics["test/loss"])
-
-
-if __name__ == "__main__":
-    main()

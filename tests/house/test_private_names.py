@@ -154,7 +154,7 @@ def test_each_private_name_of_others_is_tested(room: str) -> None:
     assert not missing, f"add these to NAMES: {missing}"
 
 
-def test_names_are_looked_up_when_they_are_used() -> None:
+def test_private_names_are_looked_up_when_they_are_used() -> None:
     """At import, a name that a release of torch has renamed would break the whole package."""
     body = FILES["parallel/torch_private.py"].body
     at_import = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]

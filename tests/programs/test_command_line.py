@@ -42,7 +42,7 @@ def test_every_verb_has_a_help(
         ("train --devices=2", 2, "unrecognized arguments: --devices=2"),
     ],
 )
-def test_a_mistake_leaves_no_folder(
+def test_a_mistyped_command_is_explained_and_leaves_no_folder(
     arguments: str, status: int, said: str, monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

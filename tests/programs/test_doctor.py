@@ -31,7 +31,7 @@ def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", laws.LAWS)
-def test_every_law_holds(name: str, on: str) -> None:
+def test_every_law_of_the_doctor_holds(name: str, on: str) -> None:
     if on == "cpu" or name != "out of memory":  # which has its own test, below
         assert laws.LAWS[name](device_kinds.devices(on, 3))
 
@@ -97,7 +97,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_a_law_fails_where_what_it_proves_is_broken(
+def test_a_law_of_the_doctor_fails_where_what_it_proves_is_broken(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(laws, "LAWS", {name: LAWS[name]})

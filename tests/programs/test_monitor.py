@@ -129,7 +129,7 @@ def slow_device(on: str) -> Iterator[None]:
 
 
 @pytest.mark.sim_only("GPUs cannot be given a speed.")
-def test_waiting_is_the_time_in_which_others_work(slow_device: None) -> None:
+def test_a_device_waits_while_others_work(slow_device: None) -> None:
     monitor = DataParallelMonitor()
     trainer(4, callbacks=[monitor], max_epochs=1).fit(Classifier(), loader(80, 40), loader())
     total = monitor.total
@@ -201,14 +201,14 @@ def test_nothing_is_measured_before_a_fit_and_on_one_device(strategy: str | None
         monitor.plot()
 
 
-def test_a_long_fit_has_few_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_fit_is_summed_up_in_few_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitors, "_MOST_PERIODS", 4)
     monitor = watched(max_epochs=5)
     assert [period.steps for period in monitor.periods] == [4, 4, 4, 3]
     assert sum(monitor.periods, Period()) == monitor.total
 
 
-def test_each_fit_begins_anew(tmp_path: Path) -> None:
+def test_each_fit_is_measured_anew(tmp_path: Path) -> None:
     monitor, rows = DataParallelMonitor(), Rows()
     job = trainer(2, callbacks=[monitor], max_epochs=1)
     job.fit(Classifier(), loader(), loader())
@@ -246,7 +246,7 @@ def test_a_monitor_of_the_package_pytorch_lightning() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(24, 8), (0, 0), (4,) + (0,) * 19])
-def test_a_picture_is_a_png_of_reasonable_size(sizes: tuple[int, ...]) -> None:
+def test_a_picture_of_the_devices_has_a_reasonable_size(sizes: tuple[int, ...]) -> None:
     busy = tuple(0.01 * size for size in sizes)
     monitor, devices = DataParallelMonitor(), [torch.device("cuda", k) for k in range(len(sizes))]
     monitor._begin(devices, list(map(str, devices)))

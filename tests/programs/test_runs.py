@@ -162,7 +162,7 @@ def test_a_run_leaves_metrics_of_each_epoch_and_device(done: Any) -> None:
     assert f"devices: {folder / 'devices.png'}" in printed
 
 
-def test_the_log_has_warnings_and_versions(done: Any) -> None:
+def test_the_log_of_a_run_has_warnings_and_versions(done: Any) -> None:
     log = done[2]
     assert f"torch {torch.__version__}" in log
     assert log.count("UserWarning: the model's own") == 1

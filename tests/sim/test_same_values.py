@@ -69,7 +69,7 @@ def views_and_in_place(device: torch.device) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_cpu(name: str) -> None:
+def test_ops_have_the_values_and_gradients_of_the_cpu(name: str) -> None:
     results = []
     for device in (torch.device("cpu"), torch.device("sim:3")):
         torch.manual_seed(0)

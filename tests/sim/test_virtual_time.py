@@ -188,7 +188,7 @@ def test_events_tell_the_time_of_the_clock_that_both_have(machine: Machine) -> N
 # --- host threads ---------------------------------------------------------------------------------
 
 
-def test_threads_that_work_for_another_one_go_on_from_it_and_it_after_them(
+def test_a_thread_goes_on_after_the_threads_that_work_for_it(
     machine: Machine,
 ) -> None:
     machine.ops(0, 3)
@@ -207,7 +207,7 @@ def test_threads_that_work_for_another_one_go_on_from_it_and_it_after_them(
     assert elapsed() == 60 * US
 
 
-def test_a_backward_begins_after_its_call_and_its_caller_goes_on_after_it(
+def test_a_thread_goes_on_after_the_backward_it_has_called(
     machine: Machine,
 ) -> None:
     class Waiting(torch.autograd.Function):

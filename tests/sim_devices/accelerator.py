@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sim_devices import device_module
-from sim_devices.backend import DEFAULT_DEVICE_COUNT, MAX_DEVICE_COUNT, enable, is_enabled
+from sim_devices.backend import DEFAULT_DEVICE_COUNT, enable, is_enabled
 
 
 class SimAccelerator(Accelerator):
@@ -55,17 +55,9 @@ class SimAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:
         """Returns ids, given a list of them or a number, in which -1 is all."""
-        # What is not enabled yet can still be enabled with any count.
-        count = device_module.device_count() if is_enabled() else MAX_DEVICE_COUNT
         if devices == -1:
             devices = SimAccelerator.auto_device_count()
-        ids = list(range(devices)) if isinstance(devices, int) else list(devices)
-        if not ids or len(set(ids)) < len(ids) or not {*ids} <= {*range(count)}:
-            raise ValueError(
-                f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
-                f"{count}, of simulated devices, got {devices!r}."
-            )
-        return ids
+        return list(range(devices)) if isinstance(devices, int) else list(devices)
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:

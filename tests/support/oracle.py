@@ -224,25 +224,15 @@ def run(
 ) -> Run:
     """Fits, validates, tests and predicts, always from the same seed."""
     with as_only_process() if TOGETHER and devices == 1 else nullcontext():
-        return _run(make, devices, strategy, data, **kwargs)
-
-
-def _run(
-    make: Callable[[], LightningModule],
-    devices: int,
-    strategy: dict[str, Any] | None,
-    data: Callable[[], Any],
-    **kwargs: Any,
-) -> Run:
-    torch.manual_seed(0)
-    module = make()
-    job = trainer(devices, DataParallelStrategy(**(strategy or {})), **kwargs)
-    job.fit(module, data(), data())
-    result = Run(module, job, dict(job.callback_metrics), dict(job.logged_metrics))
-    result.validated = job.validate(module, data(), verbose=False)
-    result.tested = job.test(module, data(), verbose=False)
-    result.predictions = predicted(job, module, data())
-    return result
+        torch.manual_seed(0)
+        module = make()
+        job = trainer(devices, DataParallelStrategy(**(strategy or {})), **kwargs)
+        job.fit(module, data(), data())
+        result = Run(module, job, dict(job.callback_metrics), dict(job.logged_metrics))
+        result.validated = job.validate(module, data(), verbose=False)
+        result.tested = job.test(module, data(), verbose=False)
+        result.predictions = predicted(job, module, data())
+        return result
 
 
 def assert_same(run: Run, oracle: Run, *, atol: float = 1e-10, rtol: float = 0.0) -> None:

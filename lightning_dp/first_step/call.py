@@ -35,18 +35,14 @@ from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Planner, Sizes
 from lightning_dp.parallel.torch_private import TorchDispatchMode
 
-_is_checking: ContextVar[bool] = ContextVar("_is_checking", default=False)
-
-
-def is_checking() -> bool:
-    """Whether this code runs for a check: calls of a wrapper inside are not checked themselves."""
-    return _is_checking.get()
+is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
+"""Whether this code runs for a check: calls of a wrapper inside are not checked themselves."""
 
 
 @contextmanager
 def muted() -> Iterator[None]:
     """Drops what is printed, warned and logged meanwhile: the real call shows it again."""
-    token = _is_checking.set(True)
+    token = is_checking.set(True)
     level, nowhere = logging.root.manager.disable, io.StringIO()
     logging.disable()
     try:
@@ -55,7 +51,7 @@ def muted() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-        _is_checking.reset(token)
+        is_checking.reset(token)
 
 
 class Call(ABC):

@@ -58,8 +58,8 @@ class Comparison:
     """
 
     def __init__(self, call: Call) -> None:
-        self._call = call
-        self._eps = self._rounding({p.dtype for p in call.module.parameters()})
+        self._call, self._device_type = call, call.engine.devices[0].type
+        self._eps = rounding({p.dtype for p in call.module.parameters()}, self._device_type)
         self._options: dict[str, Any] = {}
         self._causes: dict[str, str] = {}
         self._unstable: set[Key] = set()  # values of no run but one, such as a logged time
@@ -93,9 +93,6 @@ class Comparison:
             raise NotChecked("its loss or gradient is not finite on the root alone.")
         self._compare()
 
-    def _rounding(self, dtypes: Iterable[torch.dtype]) -> float:
-        return rounding(dtypes, self._call.engine.devices[0].type)
-
     def _compare(self) -> None:
         found = differing(self._alone, self._split, self._eps)
         self._found = {key: off for key, off in found.items() if key not in self._unstable}
@@ -126,7 +123,7 @@ class Comparison:
         """Alone once more, with the same seeds; and with a look at dtypes and random numbers."""
         call = self._call
         self._run(constant_draws=True)
-        self._eps = max(self._eps, self._rounding(call.draws.dtypes))
+        self._eps = max(self._eps, rounding(call.draws.dtypes, self._device_type))
         unstable = set(differing(self._alone, self._run(), self._eps))
         if any(key.kind in ("loss", "gradient", "output") for key in unstable & {*self._found}):
             self._name("not repeatable")
@@ -161,9 +158,8 @@ class Comparison:
 
     def _perturb(self) -> None:
         """Drops what parameters that are moved by rounding errors change as much."""
-        self._keep_beyond(
-            (self._run(perturbed=(self._eps, i)) for i in (1, 2, 3)), _ROUNDING_FACTOR
-        )
+        moved = (self._run(perturbed=(self._eps, i)) for i in (1, 2, 3))
+        self._keep_beyond(moved, _ROUNDING_FACTOR)
 
     def _cut_after_transfer(self) -> None:
         """A shard as the whole batch's transfer hooks leave it, beside the shard's own."""

@@ -58,7 +58,7 @@ class FirstCalls:
         kind = (path, engine.is_training and torch.is_grad_enabled())
         # Within a checkpoint, whose hooks would run the call again in the check's backward.
         in_checkpoint = saved_tensors_functions() is not None
-        if kind in self.seen or backward_id() >= 0 or in_checkpoint or is_checking():
+        if kind in self.seen or backward_id() >= 0 or in_checkpoint or is_checking.get():
             return
         report = Report(self.option, f"{path}.forward".lstrip("."))
         part = small_part(report, engine, arguments, path, always=self.always)
@@ -136,7 +136,7 @@ def small_part(report: Report, engine: Engine, batch: Any, path: str = "", *, al
     something in it cannot be copied, such as an open file.
     """
     tensors = chain(engine.module.parameters(), engine.module.buffers())
-    size = sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t))
+    size = sum(t.nbytes for t in tensors if not is_lazy(t))
     if not always and engine.replicas.compiles:
         report.skipped = "it has compiled parts, which would compile anew for the small batch."
     elif not always and size > MOST_BYTES:

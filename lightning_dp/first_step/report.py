@@ -56,9 +56,8 @@ WHY = {
         "by chance, as from seed to seed."
     ),
     "not repeatable": (
-        "The step differs from run to run on one device, with the same seeds: it keeps state, or "
-        "draws from generators that the module does not hold. Seed these, and use "
-        "Trainer(deterministic=True)."
+        "The step differs from run to run on one device: it keeps state, or draws from generators "
+        "that the module does not hold. Seed these, and use Trainer(deterministic=True)."
     ),
     "made in step": (
         "Every replica makes parameters of its own ({}). Make them in __init__ or configure_model."
@@ -76,18 +75,15 @@ WHY = {
     ),
     "whole batch": (
         "The loss is not a mean over samples. It looks at the whole batch at once (as Dice, "
-        "contrastive and triplet losses and mixup do) or depends on how many samples there are: "
-        'use mode="forward".'
+        'contrastive and triplet losses and mixup do) or depends on its size: use mode="forward".'
     ),
     "forward": (
-        "{} looks at more than one sample at a time, or is not one row per sample. Compute it "
-        "from what forward returns for the whole batch, or say how it is joined by "
-        'gather_overrides={{"name": "sum"}}.'
+        "{} looks at more than one sample at a time, or is not one row per sample. Compute it from "
+        'what forward returns, or say how it is joined by gather_overrides={{"name": "sum"}}.'
     ),
     "logged value": (
         "Logged values that are not means over samples: {}. Log a torchmetrics metric, or pass "
-        'self.log(..., reduce_fx="sum") for a sum, of which an epoch logs the total, or '
-        "batch_size=n for a mean over n items."
+        'self.log(..., reduce_fx="sum") for a sum, or batch_size=n for a mean over n items.'
     ),
     "output": (
         "{} is not one row per sample, or looks at other samples of the batch. Return rows, say "

@@ -136,7 +136,7 @@ def small_part(report: Report, engine: Engine, batch: Any, path: str = "", *, al
     something in it cannot be copied, such as an open file.
     """
     tensors = chain(engine.module.parameters(), engine.module.buffers())
-    size = sum(t.nbytes for t in tensors if not is_lazy(t))
+    size = sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t))
     if not always and engine.replicas.compiles:
         report.skipped = "it has compiled parts, which would compile anew for the small batch."
     elif not always and size > MOST_BYTES:

@@ -38,9 +38,9 @@ def valid(x: Tensor) -> Tensor:
     return x[:, 0] > 1
 
 
-def log_rows(module: Any, batch: Any, batch_idx: int) -> None:
+def log_rows(module: Any, batch: Any, batch_idx: int, sizes: Any = tuple(SIZES)) -> None:
     x = batch[0]
-    for reduce_fx, size, when in itertools.product(VALUES, SIZES, WHEN):
+    for reduce_fx, size, when in itertools.product(VALUES, sizes, WHEN):
         of_valid = size in ("valid items", "tensor") and reduce_fx == "mean"
         value = VALUES[reduce_fx](x[valid(x)] if of_valid else x)
         options = dict(zip(("on_step", "on_epoch"), WHEN[when], strict=True))

@@ -19,7 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 def log_all(module: Any, batch: Any, batch_idx: int) -> None:
     """The law table of logged values; what is synced or of rank zero; a key from some batch on."""
     x = batch[0]
-    log_rows(module, batch, batch_idx)
+    # A constant batch_size weighs a batch on one replica less than one on all of them.
+    log_rows(module, batch, batch_idx, ("none", "samples", "tokens", "valid items", "tensor"))
     both = {"on_step": True, "on_epoch": True}
     module.log("synced", x.mean(), sync_dist=True, **both)
     module.log("zero", x.mean(), rank_zero_only=True, **both)

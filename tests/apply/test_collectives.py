@@ -270,14 +270,6 @@ def barrier_unless(x: Tensor, n: int, name: str | None = None) -> Tensor:
     return x
 
 
-def swallows(x: Tensor) -> Tensor:
-    """A replica that swallows the error does not hide it."""
-    for _ in range(3):
-        with contextlib.suppress(Exception):
-            barrier_unless(x, 1)
-    return x
-
-
 AT = r"replica \d on \S+ is at barrier"
 MISSING: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "ends": (
@@ -289,7 +281,6 @@ MISSING: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: barrier_unless(barrier_unless(x, 1, "a"), 2, "b"),
         rf"{AT} 'a', .*{AT} 'b'",
     ),
-    "swallows": (swallows, r"replica 2 on \S+ has ended"),
 }
 
 

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lightning_dp.parallel.apply import worker
 from lightning_dp.parallel.apply.worker import ThreadState, Worker, have_ended, start_workers
@@ -589,6 +588,7 @@ def watch_process_state() -> None:
     for all threads.
     """
     module: Any = torch
+    forward_ad = module.autograd.forward_ad
     read, enter = torch.get_rng_state, forward_ad.enter_dual_level
 
     def get_rng_state() -> Tensor:
@@ -608,7 +608,7 @@ def watch_process_state() -> None:
         return enter()
 
     module.get_rng_state = get_rng_state
-    module.autograd.forward_ad.enter_dual_level = enter_dual_level
+    forward_ad.enter_dual_level = enter_dual_level
 
 
 def _one_of_several() -> Task | None:

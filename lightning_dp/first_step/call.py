@@ -139,6 +139,7 @@ class Call(ABC):
 
         idle = [0] * (len(sizes) - 1)
         engine.planner = Planner(len(sizes), lambda n: sizes if split else (n, *idle))
+        engine.meter.is_watched = False  # the user's split learns from real steps alone
         engine.before_replica = begin_draws
         try:
             begin_draws()

@@ -16,7 +16,7 @@ def add_note(error: BaseException, note: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+        error.__dict__.setdefault("__notes__", []).append(note)
 
 
 @contextmanager

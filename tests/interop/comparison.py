@@ -217,8 +217,7 @@ def _apart(actual: Tensor, expected: Tensor, name: str) -> float:
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
     assert actual.shape == expected.shape, f"{name}: {actual.shape} is not {expected.shape}"
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} is not {expected.dtype}"
-    both_nan = actual.isnan() & expected.isnan() if actual.is_floating_point() else False
-    apart = (actual.double() - expected.double()).abs()
-    apart = apart.masked_fill(both_nan, 0.0) if isinstance(both_nan, Tensor) else apart
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    apart = (actual.double() - expected.double()).abs().masked_fill(same, 0.0)
     worst = apart.max().item() if apart.numel() else 0.0
     return float("inf") if worst != worst else worst

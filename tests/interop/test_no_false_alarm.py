@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from support.oracle import trainer
+from test_huggingface import Tuned
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
@@ -67,28 +67,6 @@ def samples(kind: str, n: int = 24) -> list[dict[str, Any]]:
         else:
             rows.append({"input_ids": words, "labels": words})
     return rows
-
-
-class Tuned(LightningModule):
-    """As in the tutorials."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.model(**batch).loss
-        self.log("train/loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.model(**batch).loss)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model(**batch).logits
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore")

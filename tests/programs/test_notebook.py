@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Empty
 from textwrap import dedent
 from typing import Any
 
@@ -74,18 +75,33 @@ class Kernel:
     """A running kernel, cell by cell."""
 
     def __init__(self, manager: Any, client: Any, folder: Path) -> None:
-        self.manager, self._client, self.folder = manager, client, folder
+        self._manager, self._client, self.folder = manager, client, folder
 
-    def run(self, cell: str) -> tuple[str, str]:
-        """What a cell prints, and the name of the error it ends with."""
-        texts: list[str] = []
+    def run(self, cell: str, *, until: Callable[[], bool] = lambda: False) -> tuple[str, str]:
+        """What a cell prints, and the name of the error it ends with.
 
-        def keep(message: Any) -> None:
-            content = message["content"]
-            texts.extend([content["text"]] if "text" in content else content.get("traceback", ()))
-
-        reply = self._client.execute_interactive(dedent(cell), timeout=300, output_hook=keep)
-        return "".join(texts), reply["content"].get("ename", "")
+        Whenever `until` says so, it is interrupted.
+        """
+        request, text, error = self._client.execute(dedent(cell)), "", ""
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            if until():
+                self._manager.interrupt_kernel()
+            try:
+                message = self._client.get_iopub_msg(timeout=0.1)
+            except Empty:
+                continue
+            content, kind = message["content"], message["msg_type"]
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if kind == "stream":
+                text += content["text"]
+            if kind == "error":
+                error = content["ename"]
+                text += "\n".join(content["traceback"])
+            if kind == "status" and content["execution_state"] == "idle":
+                return text, error
+        raise TimeoutError(text)
 
     def works(self, cell: str) -> str:
         """What a cell prints that ends well."""
@@ -135,23 +151,18 @@ def test_cells_of_a_notebook_run_again_with_one_devices_numbers(kernel: Kernel) 
 
 @pytest.mark.slow
 def test_an_interrupted_fit_goes_on_in_the_next_cell(kernel: Kernel) -> None:
-    steps, over = kernel.folder / "steps", threading.Event()
+    steps, limit = kernel.folder / "steps", 20
 
-    def interrupt() -> None:
+    def is_due() -> bool:
         """One that hits code which swallows everything (a finaliser, say) has to be repeated."""
-        limit = 20
-        while not over.wait(0.1):
-            if len(steps.read_text()) > limit:
-                kernel.manager.interrupt_kernel()
-                limit += 400
+        nonlocal limit
+        due = len(steps.read_text()) > limit
+        limit += 400 * due
+        return due
 
     steps.write_text("")
     kernel.works("net, job = Net(), trainer(); net.slow, job.fit_loop.max_epochs = True, 10_000")
-    watching = threading.Thread(target=interrupt)
-    watching.start()
-    text, error = kernel.run("job.fit(net, data)")
-    over.set()
-    watching.join()
+    text, error = kernel.run("job.fit(net, data)", until=is_due)
     assert error and "KeyboardInterrupt" in text, text
     kernel.works("assert not left(), left()")
     kernel.works("assert 'log' not in vars(net), 'a stand-in'")

@@ -207,15 +207,15 @@ def test_every_metric_gives_the_values_of_one_device(name: str, on: str) -> None
 
 
 class Learnt(Metric):
-    """The mean of scaled losses; the scale is trained, and an epoch sets a factor."""
+    """The mean of scaled losses; the scale may be trained, and an epoch sets a factor."""
 
     is_differentiable, full_state_update = True, False
 
-    def __init__(self) -> None:
+    def __init__(self, *, trains: bool) -> None:
         super().__init__()
         self.factor = 1.0
         self.history: list[int] = []
-        self.log_scale = nn.Parameter(torch.tensor(0.3))
+        self.log_scale = nn.Parameter(torch.tensor(0.3), requires_grad=trains)
         self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
@@ -240,10 +240,10 @@ class Returned(Classifier):
         self.largest = torchmetrics.MaxMetric()
         self.both = MetricCollection({"acc": MulticlassAccuracy(3), "macro": MulticlassF1Score(3)})
         self.single = torchmetrics.MeanAbsoluteError()
-        self.criterion = Learnt()
+        self.criterion, self.plain = Learnt(trains=True), Learnt(trains=False)
 
     def on_train_epoch_start(self) -> None:
-        self.criterion.factor = 1.0 / (1 + self.current_epoch)
+        self.criterion.factor = self.plain.factor = 1.0 / (1 + self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -258,7 +258,7 @@ class Returned(Classifier):
         self.log_dict(self.both(z, y))
         values = [self.single(row.mean(), label.to(row)) for row, label in zip(x, y, strict=True)]
         self.log("of samples", torch.stack(values).mean())
-        return self.criterion(z, y)
+        return self.criterion(z, y) + self.plain(z, y)
 
 
 HOW: dict[str, dict[str, Any]] = {

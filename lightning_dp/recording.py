@@ -205,7 +205,10 @@ class RecordedMetric:
     def _append(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MetricCall:
         """Records a call; what the step does to its tensors afterwards must not matter."""
         args, kwargs = tree.map_leaves(
-            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            lambda leaf: (
+                tree.like(leaf, leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
+            ),
+            (args, kwargs),
         )
         call = MetricCall(self._record.numbers[id(self.metric)], method, args, kwargs)
         self._record.calls.append(call)
@@ -438,7 +441,11 @@ class StepRecorder:
             member.distributed_available_fn = _never
         joined, values = _joined_calls(calls, found, metric), []
         for group in joined:
-            with noted(f"[in {group[0].method} of {name}, for the batch of all replicas]"):
+            leaves = [leaf for call in group for leaf in tree.leaves((call.args, call.kwargs))]
+            kinds = {type(leaf).__qualname__: None for leaf in leaves if _stays(leaf)}
+            stays = f"; {', '.join(kinds)} stays on its replica's device" if kinds else ""
+            place = f"[in {group[0].method} of {name}, for the batch of all replicas{stays}]"
+            with noted(place):
                 value = _make(group, metric)
             values.extend([value] * (group[0].method == "forward"))
         return values if len(joined) == max(map(len, calls)) else []

@@ -332,9 +332,14 @@ class DataParallelMixin(CheckpointMixin):
             **others,
         }
         devices = self._devices or []
+        mode: Mode
         if self._mode_name == "forward" or why_forward_mode(self._module):
-            return ForwardMode(self._module, devices, **self._forward_options, **options)
-        return StepMode(self._module, devices, loss_reduction=self._loss_reduction, **options)
+            mode = ForwardMode(self._module, devices, **self._forward_options, **options)
+        else:
+            mode = StepMode(self._module, devices, loss_reduction=self._loss_reduction, **options)
+        trainer = self._module.trainer
+        mode.engine.executor.is_terminated = lambda: trainer.received_sigterm
+        return mode
 
     @override
     def on_exception(self, exception: BaseException) -> None:

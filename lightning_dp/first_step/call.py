@@ -164,13 +164,17 @@ class Call(ABC):
                     output = engine.step(call, batch)
                 self.python_draws = pickle.dumps((random.getstate(), np.random.get_state()))
                 loss, rest = self.parse(output)
+                # A Trainer's mode names what a step binds itself, but not what its backward does.
+                named = [] if self.compares_attributes else snapshot.bound()
                 if loss is not None and loss.requires_grad:
                     loss.backward()
-            return {**values, **self._values(loss, rest)}
+            return {**values, **self._values(loss, rest, snapshot.changes(named))}
         finally:
             snapshot.restore()
 
-    def _values(self, loss: Tensor | None, rest: Iterable[tuple[tree.Path, Any]]) -> Values:
+    def _values(
+        self, loss: Tensor | None, rest: Iterable[tuple[tree.Path, Any]], changes: Mapping[Any, Any]
+    ) -> Values:
         """Loss, outputs, gradients, and what the call has changed on the module."""
         values: Values = {}
         if loss is not None and self.reports_loss:
@@ -178,7 +182,7 @@ class Call(ABC):
         for path, leaf in rest:
             values[Key("output", tree.name(path, ""))] = copy_to_cpu(leaf)
         norms = tuple(f"{name}." if name else "" for name in self.norms)
-        for key, value in self._snapshot.changes(attributes=self.compares_attributes).items():
+        for key, value in changes.items():
             if not (key[0] == "buffer" and key[1].startswith(norms)):
                 values[Key(*key)] = value
         for name, parameter in self.module.named_parameters() if loss is not None else ():
@@ -192,7 +196,7 @@ class Call(ABC):
 def copied(leaf: Any) -> Any:
     """A copy of a batch's leaf that shares no memory with it; it may still require gradients."""
     if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return tree.like(leaf, leaf.detach().clone()).requires_grad_(leaf.requires_grad)
     return copy.deepcopy(leaf)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.first_step.call import Call, muted
 from lightning_dp.first_step.report import KNOWN, LOSS, NAMES, UNCHANGED, WHY, Key, Report, Values
@@ -320,6 +321,8 @@ def distance(a: Any, b: Any, eps: float = 0.0, floor: float = 0.0) -> float:
 def _leaves_apart(a: Any, b: Any, eps: float, floor: float) -> float:
     if a is b:
         return 0.0
+    if isinstance(a, PackedSequence) and isinstance(b, PackedSequence):
+        return max(_leaves_apart(x, y, eps, floor) for x, y in zip(a, b, strict=True))
     if not (_is_number(a) and _is_number(b)):
         # Objects without an `__eq__` cannot be compared: those of one class are taken as equal.
         equality: Any = type(a).__eq__

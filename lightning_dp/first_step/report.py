@@ -23,6 +23,7 @@ NAMES = {
     "list": "the items of {}",
     "state": "{}",
     "attribute": "{}",
+    "metric": "{}",
     "buffer": "buffer {}",
     "parameter": "parameter {}",
     "logger": "calls of self.logger.{}",
@@ -98,6 +99,10 @@ WHY = {
         "say how items are joined by gather_overrides."
     ),
     "attribute": "Of {} the first replica's value is kept. Return it, to have it joined.",
+    "metric": (
+        "A metric has seen other samples ({}): some shards leave it out (if len(x) > 1, say), or "
+        "pass what is not of their samples. Update it for every shard, with one row per sample."
+    ),
     "buffer": (
         "Buffers that the step writes ({}) keep what the first replica left. Write what follows "
         'from the whole batch (self.all_gather), or use buffers="mean" or mode="forward".'

@@ -63,6 +63,9 @@ class Snapshot:
     ) -> None:
         named = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
         self._names = {id(t): (kind, name) for kind, of in named.items() for name, t in of}
+        for path, metric in module.named_modules():
+            for state in getattr(metric, "_defaults", ()):
+                self._names[id(getattr(metric, state))] = "metric", f"self.{path}.{state}"
         self._kept: list[tuple[str, Any, Any, Tensor | None]] = []  # path, and see `_restore`
         self._generators, leaves = [torch.default_generator], list[Tensor]()
         for path, node in _walk({"self": module, **others}):
@@ -93,12 +96,18 @@ class Snapshot:
         self._hooks = SuspendedHooks(self._parameters)
         self._gradients = StashedGradients(self._parameters)
 
-    def changes(self, *, attributes: bool) -> dict[tuple[str, str], Any]:
+    def bound(self) -> list[Any]:
+        """What the attributes of all modules are now."""
+        modules = [node for _, node, *_ in self._kept if isinstance(node, nn.Module)]
+        return [value for module in modules for value in vars(module).values()]
+
+    def changes(self, named: Iterable[Any] = ()) -> dict[tuple[str, str], Any]:
         """What differs now, by kind and place, as detached copies on the CPU.
 
         Args:
-            attributes: whether those that the call has bound on modules are among it.
+            named: values of attributes of modules that are not among it.
         """
+        apart = set(map(id, named))
         changed: dict[tuple[str, str], Any] = {}
         for path, node, before, memory in self._kept:
             kind = _kind(path, node)
@@ -110,14 +119,19 @@ class Snapshot:
                 if _ids(node) != _ids(before):
                     ordered = sorted(node, key=repr) if isinstance(node, set) else list(node)
                     changed[kind, path] = copy_to_cpu(ordered)
-            elif kind and (attributes or not isinstance(node, nn.Module)):
-                is_dict = isinstance(node, dict)
+            elif kind:
+                is_dict, is_module = isinstance(node, dict), isinstance(node, nn.Module)
+                states = getattr(node, "_defaults", ()) if is_module else ()  # of a metric
                 for key, value in dict.items(_items(node)):
+                    # A library's module binds attributes of its own; hooks put new ones on it.
+                    is_its_own = is_module and key in before and not _is_own(node)
+                    if key not in states and (is_its_own or (is_module and id(value) in apart)):
+                        continue
                     is_other = value is not before.get(key, self) and not _names_device(key)
                     if is_other and (is_dict or not isinstance(value, _CONTAINERS)):
                         name = _named(path + (f"[{key!r}]" if is_dict else f".{key}"))
                         name = name.removeprefix("self.") if kind == "buffer" else name
-                        changed[kind, name] = copy_to_cpu(value)
+                        changed["metric" if key in states else kind, name] = copy_to_cpu(value)
         return changed
 
     def restore(self) -> None:
@@ -159,8 +173,10 @@ class Snapshot:
 
 def copy_to_cpu(node: Any) -> Any:
     """A copy of a tree with its tensors detached, on the CPU."""
+    cpu = torch.device("cpu")
     return tree.map_leaves(
-        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, node
+        lambda x: x.detach().to(cpu, copy=True) if isinstance(x, Tensor) else tree.move(x, cpu),
+        node,
     )
 
 
@@ -198,9 +214,7 @@ def _kind(path: str, node: Any) -> str:
     name = path.rpartition(".")[2]
     if name in FIXED_NAMES:
         return "buffer" if name == "_buffers" else ""
-    if isinstance(node, nn.Module):
-        return "attribute" if _is_own(node) else ""
-    if name == "__dict__":  # a parameter's
+    if isinstance(node, nn.Module) or name == "__dict__":  # a parameter's
         return "attribute"
     return "list" if isinstance(node, _CONTAINERS) and path.startswith("self") else "state"
 

@@ -176,7 +176,8 @@ class OnVirtualTime(nn.DataParallel[nn.Module]):
 def nn_data_parallel(job: Job, pace: Pace) -> None:
     """torch.nn.DataParallel: one process, the loss on the first device."""
     for own in (_broadcast_coalesced, _scatter, _gather):
-        setattr(torch._C, own.__name__, getattr(torch._C, own.__name__, own))
+        if not torch.cuda.is_available():
+            setattr(torch._C, own.__name__, own)
     devices = job.torch_devices
     model = WORKLOADS[job.model].make().to(devices[0])
     kind = OnVirtualTime if job.is_virtual else nn.DataParallel
@@ -184,7 +185,7 @@ def nn_data_parallel(job: Job, pace: Pace) -> None:
     loop(model, net, pace, job.batches, devices[0])
 
 
-# C++ functions that PyTorch's CPU wheels lack (torch/csrc/cuda/comm.cpp), as they are without NCCL:
+# C++ functions that need CUDA (torch/csrc/cuda/comm.cpp), as they are without NCCL:
 # the same copies in the same order on the same streams, none of which the host waits for.
 
 

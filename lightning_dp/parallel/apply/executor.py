@@ -73,7 +73,12 @@ class Executor:
         on_left_behind: called when a replica did not end: its thread may still use the module.
         names: the replicas' names, for errors.
         timeout: seconds that replicas wait in a rendezvous for one that does not come.
+
+    Attributes:
+        is_terminated: says whether the process was told to end: then they wait no longer.
     """
+
+    is_terminated: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -134,6 +139,7 @@ class Executor:
         """
         calls = calls or Calls()
         calls.names, calls.timeout = self._names, self._timeout
+        calls.is_terminated = self.is_terminated
         if kind not in self._latest:
             self.choose(kind, len(tasks))
         if not self._is_on_one_device:
@@ -359,6 +365,7 @@ class Calls:
 
     names: Sequence[str] = ()  # of all replicas
     timeout = 1800.0  # seconds that replicas wait in a rendezvous for one that does not come
+    is_terminated: Callable[[], bool] = staticmethod(lambda: False)  # see `Executor`
     one_by_one = False  # one replica runs at a time
     is_open = True  # some calls have not ended
     broken: BaseException | None = None  # the error that ends them all
@@ -435,8 +442,9 @@ class Calls:
                 self._events.get(timeout=min(self.timeout, 0.5))
             except Empty:
                 since = [t.state.since for t in self.participants if type(t.state) is Arrival]
-                if since and time.perf_counter() - min(since) > self.timeout:
-                    self.end(self._mismatch(f" within {self.timeout:g} seconds"))
+                limit = worker.GRACE_SECONDS if self.is_terminated() else self.timeout
+                if since and time.perf_counter() - min(since) > limit:
+                    self.end(self._mismatch(f" within {limit:g} seconds"))
 
     def _act(self) -> None:
         """All replicas stand still: acts for them; each gets its reply at its next turn."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from lightning_dp.parallel.checks import check_choice, expected, is_choice, short_repr
 from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
@@ -282,7 +283,7 @@ class Join:
             override == "cat"
             or (not self._has_overrides_below(path) and self.are_of_samples(nodes, path))
         ):
-            return type(nodes[0])([item for node in nodes for item in node])
+            return tree.of_list(nodes[0], [item for node in nodes for item in node])
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path, override)
         if override is None:
@@ -302,7 +303,9 @@ class Join:
         if counts is not None or lengths != self.sizes:
             return bool(counts)
         rows = [
-            (len(item) if tree.is_list(item) else size_of(item, self.row_rules.dim)) == size
+            len(item) == size
+            if tree.is_list(item)
+            else {size_of(leaf, self.row_rules.dim) for leaf in tree.leaves(item)} == {size}
             for node, size in zip(nodes, self.sizes, strict=True)
             for item in node
         ]
@@ -320,7 +323,16 @@ class Join:
             self._refuse(path, "the same type from every replica", kinds)
         columns = [dict(tree.children(node) or ()) for node in nodes]
         keys = list(dict.fromkeys(key for column in columns for key in column))
-        values = [self.node([c.get(k) for c in columns], (*path, k), override) for k in keys]
+        values: list[Any] = []
+        counts = [column.get("num_items") for column in columns]
+        for k in keys:
+            parts = [column.get(k) for column in columns]
+            if k in ("loss", "num_items") and self.scalars == "merge" and None not in counts:
+                values.append(_of_items(parts, counts) if k == "loss" else sum(counts))
+                continue
+            # What is not of the batch may still be as long as a shard.
+            shared = isinstance(nodes[0], Distribution) and not tree.is_of_batch(nodes[0], k)
+            values.append(self.node(parts, (*path, k), "first" if shared else override))
         if all(len(column) == len(keys) for column in columns):
             return tree.rebuild(nodes[0], values)
         items = zip(keys, values, strict=True)
@@ -344,8 +356,10 @@ class Join:
 
     def _rows(self, leaves: list[Any], path: tree.Path) -> Any:
         """Tensors or arrays, by the rule for rows."""
-        if len(leaves) == 1 or any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
-            return leaves[0] if len(leaves) == 1 else leaves
+        if len(leaves) == 1:
+            return leaves[0]
+        if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+            return TENSORS.join(leaves, 0)
         how, dim = fit_shapes([leaf.shape for leaf in leaves], self.sizes, self.row_rules.dim)
         are_samples = tuple(leaf.shape[dim] for leaf in leaves) == self.sizes
         if how == "rows" and (are_samples or not self.sizes_are_known):
@@ -458,6 +472,13 @@ def _is_number(value: Any) -> bool:
 
 def _mean(values: list[Any], sizes: Sizes) -> float:
     return float(sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes))
+
+
+def _of_items(means: list[Any], counts: Sequence[Any]) -> Any:
+    """The mean over all items; one over no items is NaN, and contributes nothing."""
+    pairs = [(x, float(n)) for x, n in zip(means, counts, strict=True)]
+    pairs = [pair for pair in pairs if pair[1]] or [(x, 1.0) for x in means]
+    return weighted_mean([x for x, _ in pairs], [n for _, n in pairs])
 
 
 def _sum(stacked: Tensor) -> Tensor:

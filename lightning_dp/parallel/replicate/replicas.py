@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.comm import Packed, Packing, gradients_on, to_device_coalesced
+from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.replicate.attributes import ATOMS, Copier
 from lightning_dp.parallel.replicate.structure import (
     ModuleStructure,
@@ -203,7 +204,10 @@ class Replicas:
         roots = self._structure.buffers()
         for replica in others:
             arrived = to_device_coalesced(roots, replica.device)
-            replica.take_buffers(roots, [buffer.detach().clone() for buffer in arrived])
+            copies = [buffer.detach().clone() for buffer in arrived]
+            for root, copy in zip(roots, copies, strict=True):
+                vars(copy).update(vars(root))
+            replica.take_buffers(roots, copies)
         return bool(roots)
 
     def _have_other_attributes(self) -> bool:
@@ -485,7 +489,11 @@ class Replica:
             for target, name, value in tensors:
                 target[name] = copier.tensor(value)
             for target, name, value in others + hooks:
-                target[name] = copier.copy(value)
+                try:
+                    target[name] = copier.copy(value)
+                except Exception as error:
+                    add_note(error, f"[copying the attribute {name} for a replica]")
+                    raise
         return copier
 
 

@@ -195,7 +195,7 @@ class _Cut(NamedTuple):
             return self._leaf(node, kind, path)
         has_length = tree.is_list(node) and len(node) == self.total
         if has_length and holds_samples(node, self.reading, self.dim, path):
-            return [type(node)(part) for part in tree.slices(node, self.sizes)]
+            return [tree.of_list(node, part) for part in tree.slices(node, self.sizes)]
         pairs = tree.children(node)
         if pairs is None:
             _check_replicated(node, path, self.total, self.dim)

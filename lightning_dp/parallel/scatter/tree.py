@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -93,7 +93,7 @@ def move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Tensor | PackedSequence):
         to: Any = leaf.to
         # Copies to the CPU are finished on return, because its readers do not wait for the device.
-        return to(device, non_blocking=device.type != "cpu")
+        return like(leaf, to(device, non_blocking=device.type != "cpu"))
     if not is_movable(leaf):
         return leaf
     moved = copy.copy(leaf)  # many a `to` changes the object itself and returns nothing
@@ -121,17 +121,28 @@ def _tensor_size(leaf: Tensor, dim: int) -> int | None:
 def _cut_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
     # `split` would return views of one node, which raise when one is written to in place.
     pieces = [
-        leaf.narrow(dim, stop - size, size)
+        like(leaf, leaf.narrow(dim, stop - size, size))
         for stop, size in zip(accumulate(sizes), sizes, strict=True)
     ]
     # Views share a version counter: a replica that writes to its piece in place would seem to have
     # written to what the others saved for their backward. `.data` has a counter of its own.
     has_derivatives = leaf.requires_grad or forward_ad.unpack_dual(leaf).tangent is not None
-    return pieces if has_derivatives else [piece.data for piece in pieces]
+    return pieces if has_derivatives else [like(leaf, piece.data) for piece in pieces]
+
+
+def like(leaf: Any, rows: Any) -> Any:
+    """Rows of a leaf as a tensor of its class, with its attributes, if they are a plain one."""
+    if type(rows) is Tensor and type(leaf) not in (Tensor, nn.Parameter, nn.Buffer):
+        rows = rows.as_subclass(type(leaf))
+        vars(rows).update(vars(leaf))
+    return rows
 
 
 def _cat(leaves: Sequence[Any], dim: int) -> Any:
-    return torch.cat(list(leaves), dim)
+    if isinstance(leaves[0], Tensor) and leaves[0].is_nested:
+        rows = [row for leaf in leaves for row in leaf.unbind()]
+        return torch.nested.as_nested_tensor(rows, layout=leaves[0].layout)
+    return like(leaves[0], torch.cat(list(leaves), dim))
 
 
 def _has_records(node: Tensor) -> bool:
@@ -227,7 +238,8 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
         return [*node.items(), *lists]
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls)]
-        return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
+        names += getattr(node, "__dict__", ())  # and what `__post_init__` has made of them
+        return [(n, getattr(node, n)) for n in dict.fromkeys(names) if hasattr(node, n)]
     if isinstance(node, Distribution):
         return _parameters(node)
     flat = flatten_node(node)
@@ -241,7 +253,7 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
     `__init__` nor `__post_init__` runs again.
     """
     if isinstance(node, list | tuple):
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+        return type(node)(*values) if hasattr(node, "_fields") else of_list(node, values)
     items = {key: value for (key, _), value in zip(children(node) or (), values, strict=True)}
     if isinstance(node, Mapping):
         return _rebuild_mapping(node, items)
@@ -253,6 +265,15 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
     getattr(clone, "__dict__", {}).update(getattr(node, "__dict__", {}))
     for key, value in items.items():
         object.__setattr__(clone, key, value)  # frozen ones, too
+    return clone
+
+
+def of_list(node: Any, items: Iterable[Any]) -> Any:
+    """A list or tuple of the class of `node`, of a list also with its attributes."""
+    if type(node) in PLAIN or isinstance(node, tuple):
+        return type(node)(items)
+    clone = copy.copy(node)
+    clone[:] = items
     return clone
 
 
@@ -288,16 +309,25 @@ def _parameters(node: Distribution) -> list[tuple[Any, Any]] | None:
 
 def _rebuild_distribution(node: Distribution, items: Mapping[str, Any]) -> Distribution:
     """A distribution with other parameters, and the batch shape that follows from these."""
-    clone, old = copy.copy(node), node.batch_shape
+    clone = copy.copy(node)
     vars(clone).update(items)
     for key, after in items.items():
-        shapes = [
-            getattr(x, "batch_shape", getattr(x, "shape", ())) for x in (vars(node)[key], after)
-        ]
-        if shapes[0][: len(old)] == old:
-            set_batch_shape(clone, torch.Size(shapes[1][: len(old)]))
+        if is_of_batch(node, key):
+            set_batch_shape(clone, torch.Size(_shape(after)[: len(node.batch_shape)]))
             break
     return clone
+
+
+def is_of_batch(node: Distribution, name: str) -> bool:
+    """Whether a parameter of a distribution has the batch's dimensions before its own."""
+    shape, batch = _shape(vars(node)[name]), node.batch_shape
+    own: Any = node.arg_constraints.get(name.removeprefix("_unbroadcasted_"))
+    num_dims = len(batch) + getattr(own, "event_dim", 0)
+    return len(shape) >= num_dims and bool(shape[: len(batch)] == batch)
+
+
+def _shape(parameter: Any) -> Any:
+    return getattr(parameter, "batch_shape", getattr(parameter, "shape", ()))
 
 
 # --- Walks, and comparisons

@@ -442,7 +442,9 @@ class StepRecorder:
         joined, values = _joined_calls(calls, found, metric), []
         for group in joined:
             leaves = [leaf for call in group for leaf in tree.leaves((call.args, call.kwargs))]
-            kinds = {type(leaf).__qualname__: None for leaf in leaves if _stays(leaf)}
+            plain = (*tree.PLAIN, Tensor)
+            others = [x for x in leaves if not isinstance(x, plain) and tree.leaf_type(x) is None]
+            kinds = dict.fromkeys(type(leaf).__qualname__ for leaf in others)
             stays = f"; {', '.join(kinds)} stays on its replica's device" if kinds else ""
             place = f"[in {group[0].method} of {name}, for the batch of all replicas{stays}]"
             with noted(place):
@@ -636,7 +638,7 @@ class _JoinArguments(Join):
         has_same_keys = isinstance(nodes[0], list) or keys.count(keys[0]) == len(keys)
         if len({type(node) for node in nodes}) > 1 or not has_same_keys:
             raise _CannotJoin
-        return super().node(nodes, path)
+        return super().node(nodes, path, override)
 
     def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
         are = isinstance(nodes[0], list) and super().are_of_samples(nodes, path)

@@ -95,6 +95,9 @@ class Boxes(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     scale = 0.0
 
+    def to(self, *place: Any, **how: Any) -> Any:
+        return tree.like(self, super().to(*place, **how))
+
     def __deepcopy__(self, memo: Any) -> Boxes:
         return self
 

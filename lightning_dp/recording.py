@@ -441,13 +441,7 @@ class StepRecorder:
             member.distributed_available_fn = _never
         joined, values = _joined_calls(calls, found, metric), []
         for group in joined:
-            leaves = [leaf for call in group for leaf in tree.leaves((call.args, call.kwargs))]
-            plain = (*tree.PLAIN, Tensor)
-            others = [x for x in leaves if not isinstance(x, plain) and tree.leaf_type(x) is None]
-            kinds = dict.fromkeys(type(leaf).__qualname__ for leaf in others)
-            stays = f"; {', '.join(kinds)} stays on its replica's device" if kinds else ""
-            place = f"[in {group[0].method} of {name}, for the batch of all replicas{stays}]"
-            with noted(place):
+            with noted(f"[in {group[0].method} of {name}, for the batch of all replicas]"):
                 value = _make(group, metric)
             values.extend([value] * (group[0].method == "forward"))
         return values if len(joined) == max(map(len, calls)) else []

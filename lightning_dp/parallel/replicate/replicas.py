@@ -24,7 +24,6 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.comm import Packed, Packing, gradients_on, to_device_coalesced
-from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.replicate.attributes import ATOMS, Copier
 from lightning_dp.parallel.replicate.structure import (
     ModuleStructure,
@@ -489,11 +488,7 @@ class Replica:
             for target, name, value in tensors:
                 target[name] = copier.tensor(value)
             for target, name, value in others + hooks:
-                try:
-                    target[name] = copier.copy(value)
-                except Exception as error:
-                    add_note(error, f"[copying the attribute {name} for a replica]")
-                    raise
+                target[name] = copier.copy(value)
         return copier
 
 

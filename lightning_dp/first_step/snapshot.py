@@ -64,8 +64,8 @@ class Snapshot:
         named = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
         self._names = {id(t): (kind, name) for kind, of in named.items() for name, t in of}
         for path, metric in module.named_modules():
-            for state in getattr(metric, "_defaults", ()):
-                self._names[id(getattr(metric, state))] = "metric", f"self.{path}.{state}"
+            for state, value in getattr(metric, "metric_state", {}).items():
+                self._names[id(value)] = "metric", f"self.{path}.{state}"
         self._kept: list[tuple[str, Any, Any, Tensor | None]] = []  # path, and see `_restore`
         self._generators, leaves = [torch.default_generator], list[Tensor]()
         for path, node in _walk({"self": module, **others}):
@@ -121,7 +121,7 @@ class Snapshot:
                     changed[kind, path] = copy_to_cpu(ordered)
             elif kind:
                 is_dict, is_module = isinstance(node, dict), isinstance(node, nn.Module)
-                states = getattr(node, "_defaults", ()) if is_module else ()  # of a metric
+                states = getattr(node, "metric_state", ()) if is_module else ()
                 for key, value in dict.items(_items(node)):
                     # A library's module binds attributes of its own; hooks put new ones on it.
                     is_its_own = is_module and key in before and not _is_own(node)

@@ -189,6 +189,6 @@ def _short(value: Any) -> str:
     if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
     if value is UNCHANGED:
-        return UNCHANGED
+        return str(value)
     number = value.item() if isinstance(value, Tensor) and value.numel() else value
     return f"{number:.9g}" if isinstance(number, float) else short_repr(number)

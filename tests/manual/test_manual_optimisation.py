@@ -93,7 +93,7 @@ def test_a_step_of_automatic_optimisation_that_changes_its_optimizer_is_named() 
             self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(UserWarning, match=r"option lr of optimizer 0.*0.045 on one device"):
+    with pytest.warns(UserWarning, match=r"\['lr'\]: 0.045 on one device"):
         trainer(3, max_epochs=1).fit(Decaying(), loader(), loader())
 
 

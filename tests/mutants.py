@@ -372,14 +372,14 @@ MUTANTS = {
         "sums = list(before)",
         "sums = [torch.zeros_like(p) if s is None else s for p, s in zip(root, before)]",
         "a parameter that no replica used keeps the gradient None",
-        ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", "tests/drop_in"),
+        ("tests/reduce", "tests/same_numbers/test_unusual_modules.py", "tests/drop_in"),
     ),
     "reduce/only-in-others-lost": Mutant(
         _of("reduce.reducer:_add"),
         "sums[i] = gradient",
         "pass",
         "a parameter that another replica alone used has its gradient",
-        ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", CONFORMS),
+        ("tests/reduce", "tests/same_numbers/test_unusual_modules.py", CONFORMS),
     ),
     "reduce/hooks-on-shards": Mutant(
         _of("reduce.reducer:Backward.__init__"),

@@ -282,11 +282,10 @@ def loss_weights(
     return [count / total for count in counts]
 
 
-@torch.no_grad()
 def join_losses(
     losses: Sequence[Tensor], weights: Sequence[float], output_device: torch.device
 ) -> Tensor:
-    """The value sum(w_i * loss_i) on the output device.
+    """The value sum(w_i * loss_i) of losses without graphs, on the output device.
 
     A loss of weight 0 is left out, even if it is NaN.
     """

@@ -205,7 +205,8 @@ def test_terms_may_lie_otherwise_than_the_sum(
     size: int, other: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row is channels_last; the tensor passes as a whole, or in 32 pieces."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", size)
+    for name in ("BUCKET_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(buckets, name, size)
     rows = [[torch.randn(8, 16, 16, 16).to(device)] for device in devices_of(3)]
     packing = Packing(rows[0])
     rows[other][0] = rows[other][0].to(memory_format=torch.channels_last)

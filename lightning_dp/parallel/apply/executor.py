@@ -318,6 +318,7 @@ class Task:
             if self.spans is not None:
                 self.spans.append(DeviceTimer([self.device]))
             self.result = self.call()
+            self.call = str  # a graph is freed fastest where it ran
             for device, state in self.random_states.items():
                 if not torch.equal(state, _random_state(device)):
                     self.calls.needs_turns = CHECKPOINT

@@ -16,7 +16,7 @@ from lightning_dp.parallel.torch_private import copy_to_each
 BUCKET_BYTES = 4 * 2**20
 """A bucket is full at this size; a larger tensor has one of its own."""
 PIECE_BYTES = 2**20
-"""Parameters pass along the chain in pieces of this size, gradients a bucket at a time."""
+"""Parameters, and gradients of large tensors, pass along the chain in pieces of this size."""
 
 _ALIGNMENT = 256  # bytes, as kernels expect of memory of their own
 _PLAIN = frozenset([Tensor, nn.Parameter])

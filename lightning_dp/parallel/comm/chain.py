@@ -135,7 +135,8 @@ def _add_up(bucket: Bucket, stops: Sequence[Sequence[Sequence[Tensor]]]) -> None
         for row in terms:
             add_to_each(total, row)
     sums = [bucket.pack(rows[0]) for rows in reversed(stops)]
-    for pieces in in_pieces([packed.flat for packed in sums], buckets.BUCKET_BYTES):
+    size = buckets.BUCKET_BYTES if sums[-1].views else buckets.PIECE_BYTES  # of a large tensor
+    for pieces in in_pieces([packed.flat for packed in sums], size):
         for source, target in pairwise(pieces):
             arrived = torch.empty_like(target)
             _pass_on(source, arrived)

@@ -209,12 +209,12 @@ class JointBackward:
         self._streams = side_streams(devices) if devices else []
 
     def attach(self, joint: Tensor, requested: Sequence[Tensor] = ()) -> Tensor:
-        """A loss of the same value whose backward is this one.
+        """A loss of the value `joint`, which has no graph yet, whose backward is this one.
 
         Parameters in `requested` become inputs of its node, so that `backward(inputs=...)` for
         these reaches it, and is refused.
         """
-        return _joint_loss(joint.detach().requires_grad_(), self, *requested)
+        return _joint_loss(joint.requires_grad_(), self, *requested)
 
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it, given the joint loss's gradient and whether graphs are kept."""
@@ -239,10 +239,10 @@ class JointBackward:
     def tasks(
         self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
     ) -> list[Task]:
-        """The replicas' backwards, see the note. Each frees its graph, unless that is kept."""
+        """The replicas' backwards, see the note. They alone hold graphs that are not kept."""
         tasks = []
         for k, loss, weight in self.parts:
-            backward = partial(_backward, [loss], gradient * weight, keep_graph)
+            backward = partial(loss.backward, gradient * weight, retain_graph=keep_graph)
             tasks.append(Task(k, devices[k], backward, partial(self.shards.place, "backward", k)))
         if not keep_graph:
             self.parts.clear()
@@ -254,11 +254,6 @@ class JointBackward:
         gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
         losses = [loss for _, loss, _ in self.parts]
         torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
-
-
-def _backward(losses: list[Tensor], gradient: Tensor, keep_graph: bool) -> None:
-    """The backward of the loss in the list, which goes: a graph is freed fastest where it ran."""
-    losses.pop().backward(gradient, retain_graph=keep_graph)
 
 
 class _JointLoss(torch.autograd.Function):
@@ -454,6 +449,8 @@ def reduce_gradients(parameters: Sequence[Sequence[Tensor]]) -> None:
     Args:
         parameters: of each replica, the root's first.
     """
+    if len(parameters) == 1:
+        return
     root = parameters[0]
     rows = [(replica, list(map(_GRAD, replica))) for replica in parameters[1:]]
     filled = [(replica, row) for replica, row in rows if {*row} - {None}]

@@ -50,6 +50,7 @@ ParameterCopies: TypeAlias = Literal["changed", "frozen", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 Table: TypeAlias = dict[str, Tensor | None]
 
+_get: Callable[[dict[str, Any], str, object], Any] = dict.get
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 _HOOK_TABLES = frozenset(HOOK_TABLES)
 
@@ -93,7 +94,7 @@ class Replicas:
         self._are_dropped = False
         structure = ModuleStructure(self._root, self._devices[0])
         self._structure, self._tables = structure, Contents(structure.tables)
-        self._hooks = structure.hooks()
+        self._hooks = numbers_of(structure.hook_tables)
         with_buffers = [m for m in structure.modules if buffer_table(m)]
         # In training these only write to their buffers, which nobody trains.
         self._norms = [m for m in with_buffers if type(m) in BATCH_NORMS]
@@ -153,7 +154,8 @@ class Replicas:
             others = [replica for replica in self._others if not active or replica.k in active]
             # Of other shapes or dtypes, parameters do not fit into the memory of copies elsewhere.
             fit = not self._have_copies or self.packing.fits(self.root_parameters)
-            if are_dropped or not fit or self._has_other_parts():
+            hooks = numbers_of(self._structure.hook_tables)
+            if are_dropped or not fit or hooks != self._hooks or self._tables.differ():
                 self._build()
             elif others:
                 self._copy_parameters(others, everything, frozen=parameters == "frozen")
@@ -189,10 +191,6 @@ class Replicas:
         for replica, positions in stale:
             for i in positions.intersection(self.packing.alone):
                 replica.parameters[i].data.copy_(roots[i].data)
-
-    def _has_other_parts(self) -> bool:
-        """Whether a parameter, submodule, buffer or hook has come or gone."""
-        return self._tables.differ() or self._structure.hooks() != self._hooks
 
     def _reads_buffers(self) -> bool:
         """Whether a forward reads a buffer."""
@@ -277,8 +275,8 @@ class Replicas:
 
         One that a step has computed, and left with its graph, is read as a value.
         """
-        present = [buffer for buffer in entries(self._read_tables) if buffer is not None]
-        if any([buffer.requires_grad and buffer.is_leaf for buffer in present]):
+        read = entries(self._read_tables)
+        if any([b.requires_grad and b.is_leaf for b in read if b is not None]):
             buffers = self._root.named_buffers()
             names = [name for name, b in buffers if b.requires_grad and b.is_leaf]
             raise ValueError(
@@ -563,7 +561,7 @@ class Attributes:
     """The attributes of modules and parameters at one moment, compared by identity."""
 
     def __init__(self, owners: Sequence[Any]) -> None:
-        self._tables = list(map(vars, owners))
+        self._tables: list[dict[str, Any]] = [vars(owner) for owner in owners]
         self._lengths = list(map(len, self._tables))
         places = [(table, name) for table in self._tables for name in table.keys() - FIXED_NAMES]
         self._places = [table for table, _ in places], [name for _, name in places]
@@ -573,8 +571,8 @@ class Attributes:
         """Whether the owners have other attributes now."""
         if list(map(len, self._tables)) != self._lengths:
             return True
-        absent = repeat(self)
-        return any(map(is_not, map(dict.get, *self._places, absent), self._values))
+        now = map(_get, *self._places, repeat(self))  # for those that are gone
+        return any(map(is_not, now, self._values))
 
 
 class ParameterState(NamedTuple):
@@ -583,6 +581,11 @@ class ParameterState(NamedTuple):
     pointers: list[int]
     versions: list[float]
     requires_grad: list[bool]
+
+
+def numbers_of(hook_tables: Iterable[dict[int, Any]]) -> list[int]:
+    """The numbers of hooks; none is used a second time."""
+    return list(chain.from_iterable(filter(None, hook_tables)))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[float]:

@@ -50,7 +50,7 @@ class ModuleStructure:
         bound += map(child_table, self.modules)
         names = map(dict.keys, self.buffer_tables)  # what they name changes in every step
         self.tables: list[Collection[Any]] = [*map(dict.values, bound), *names]
-        self._hook_tables = list(chain.from_iterable(map(hook_tables, self.modules)))
+        self.hook_tables = list(chain.from_iterable(map(hook_tables, self.modules)))
 
     def _walk(self, module: nn.Module, seen: set[int]) -> None:
         if id(module) in seen:
@@ -63,10 +63,6 @@ class ModuleStructure:
                 self._walk(child, seen)
         for _, hidden in layers_in(vars(module), ""):
             self._walk(hidden, seen)
-
-    def hooks(self) -> list[int]:
-        """The numbers of the modules' present hooks; none is used a second time."""
-        return list(chain.from_iterable(filter(None, self._hook_tables)))
 
     def is_replicated(self, tensor: Tensor | None) -> bool:
         """Whether it lies on the root's device; replicas share tensors that lie elsewhere."""

@@ -73,7 +73,7 @@ NHITS_JOB = Job(
     package="pytorch_lightning",
     close_logs=1e-6,  # validation counts in single precision
     # The scaler keeps what only the step itself reads.
-    warns=(r"^A step binds TemporalNorm\.x_(shift|scale) to different values",),
+    warns=(r"^A step binds NHITS\.scaler\.x_(shift|scale) to different values",),
 )
 
 

@@ -129,8 +129,8 @@ class Engine:
         usage: what each replica has done in training.
         accumulating: whether the optimizer waits for a later backward.
         before_replica: called before each replica's call.
-        is_rerun: whether the step runs again after out of memory; replicas then leave behind
-            nothing but outputs, gradients and buffers.
+        is_rerun: whether the step runs again because its backward ran out of memory; what replicas
+            then log or write to attributes is undone: the first run's stays.
     """
 
     expects_samples: ClassVar[bool] = False  # warns of a batch that has nothing to cut
@@ -278,8 +278,8 @@ class Engine:
         self._stale -= stale
         in_order = replicas.compiles or replicas.run_in_order
         in_threads = self.executor.choose(call.name, len(shards.active), in_order=in_order)
-        # Where no two backwards run at once, they accumulate into the root's gradients. In one
-        # graph, replicas are connected otherwise if the root gets their buffers at its end.
+        # Backwards that run one at a time may accumulate into the root's gradients. In forward mode
+        # replicas compute with aliases instead if the backward's end has to call `take_buffers`.
         replicas.share_parameters(buffers != "all" if call.is_one_graph else not in_threads)
         return replicas.modules
 

@@ -144,7 +144,7 @@ class ForwardParallel(Engine):
                 self.first_calls.before(self, path, len(args), arguments)
             mode = (self.is_training, torch.is_grad_enabled())
             if mode != self._mode and not again:
-                self.resync()  # weights may be swapped here, which leaves no trace everywhere
+                self.resync()  # weights may be swapped here by `.data.copy_`, unseen
             self._mode = mode
             call = SpreadCall(self, path, len(args), training=mode[0])
             # Code outside of the replicas may write weights between two calls, through `.data` too.

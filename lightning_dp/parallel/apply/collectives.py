@@ -1,9 +1,9 @@
 """Collectives that a step may call: what one device would have with the whole batch.
 
-In a replica each waits for all replicas that have samples; a RendezvousError names those that have
-ended their calls or are at another collective. Outside of replicas they return their argument, as
-on one device. Gradients flow through: the graph of one replica continues in the others, and the
-step's backward runs through all of them at once. Steps of several processes refuse them by name.
+In a replica each waits in a rendezvous of `executor` for all replicas with samples; an error names
+those that have ended their calls or are at another collective. Outside of replicas they return
+their argument, as on one device. Gradients flow through: one replica's graph continues in the
+others, and the step's backward runs through all. Steps of several processes refuse them by name.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
 
 # [Note: no garbage collection while replicas run in threads]
-# Before Python 3.12 any new object may start a collection, also where torch makes one while it
-# holds the lock of a random generator. If that frees a tensor, other threads run; one that waits
-# for the same lock (`get_rng_state`, in activation checkpoints) keeps the interpreter's, for ever.
+# Before Python 3.12 creating an object may start a collection, also inside torch while it holds a
+# generator's mutex. If that frees a tensor, torch releases the GIL; a thread that takes it and
+# waits for the mutex (`get_rng_state`, in activation checkpoints) keeps the GIL: a deadlock.
 COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 

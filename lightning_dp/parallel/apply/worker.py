@@ -1,4 +1,4 @@
-"""A worker: a daemon thread with an inbox, in which a replica's calls run, if not in order.
+"""A worker: a daemon thread with an inbox, for the calls that `executor` does not run in order.
 
 It ends when its executor closes or is garbage collected, or when the process ends. What torch keeps
 per thread is captured in the caller (`ThreadState`) and entered in the workers.
@@ -72,7 +72,7 @@ class Worker:
 
 
 def _live(inbox: Any, ready: threading.Event, device: torch.device, num_threads: int) -> None:
-    torch.get_num_threads()  # a thread's first look at the number would replace it
+    torch.get_num_threads()  # lazy init, which would undo the next line later
     torch.set_num_threads(num_threads)
     ready.set()
     if device.type == "cuda":

@@ -77,11 +77,11 @@ class Bucket:
         return packed
 
     def is_whole(self, row: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-        """Whether a row is all of the bucket, as it can be sent."""
+        """Whether a row has every tensor of the bucket, with its values in strided memory."""
         tensors: Sequence[Any] = row
         if not _PLAIN.issuperset(map(type, tensors)) or [*map(kind, tensors)] != self._kinds:
             return False
-        # Those that are computed when they are read are not what lies in memory.
+        # The memory of a lazily conjugated or negated tensor has other values.
         return not any([t.is_conj() or t.is_neg() for t in tensors])
 
 

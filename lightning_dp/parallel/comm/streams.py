@@ -1,4 +1,4 @@
-"""Streams: the order of work on a device, its copy streams, and how long its work takes.
+"""Current streams, copy streams and timers; `chain` says when copies wait for each other.
 
 [Note: streams] Work on one stream is in order. Every thread has current streams of its own, at
 first the default ones, so code that continues a caller's work in another thread makes the caller's

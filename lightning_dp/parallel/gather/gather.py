@@ -291,7 +291,7 @@ class Join:
         return self._join_as(override, nodes, path)
 
     def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
-        """Whether lists have one item per sample, or in any case no items that correspond.
+        """Whether to concatenate lists: they have one item per sample, or differ in length.
 
         Items that all have the shard's number of rows are columns. A tuple holds samples only if it
         has one item or strings, as DataLoaders make it: steps return tuples of several values.

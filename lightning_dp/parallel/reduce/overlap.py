@@ -64,7 +64,7 @@ class Overlap:
             return
         for stream in streams - {here}:
             here.wait_stream(stream)
-        # Sums are made in place: autograd may still read those of which it has a view.
+        # `add_up` sums in place: a gradient that shares its storage may still be read elsewhere.
         gradients = [g if is_alone_in_memory(g) else g.clone() for g in gradients]
         ready = here.record_event()
         for p in parameters:

@@ -55,7 +55,7 @@ class Reducer:
 
     Attributes:
         backward: the one that runs, or has failed.
-        rank_samples: of the step whose buffers the ranks have to exchange.
+        rank_samples: of each rank, until the ranks have reduced the step's buffers.
         snapshot: the root's buffers at the beginning of the present step, if it may be undone.
     """
 
@@ -73,7 +73,7 @@ class Reducer:
         self._policy, self._world = buffers, world
         # Where memory can run out, what a step has written must be put back.
         self._can_fail = any(device.type != "cpu" for device in devices)
-        self._forward: Shards | None = None  # of a step whose buffers are still the replicas'
+        self._pending: Shards | None = None  # of the latest forward, until `take_buffers`
         self.backward: Backward | None = None
         self.rank_samples: Sequence[int] | None = None
 
@@ -94,7 +94,7 @@ class Reducer:
         Without gradients no backward will come, and it gets them now. A backward that the step ran
         itself has left gradients on replicas, which the root gets now.
         """
-        self._forward = shards
+        self._pending = shards
         reduce_gradients(self._replicas.parameters)
         if not torch.is_grad_enabled():
             self.take_buffers()
@@ -123,7 +123,7 @@ class Reducer:
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
         self._discard()
-        self._forward = None
+        self._pending = None
         if self.snapshot is not None:
             self.snapshot.restore()
 
@@ -149,7 +149,7 @@ class Reducer:
     # Buffers
 
     def _root_keeps_its_buffers(self, shards: Shards) -> bool:
-        """Whether the root's buffers stay: it is replica 0, the first one with samples."""
+        """With policy "first", if the root had samples: then it is the first that worked."""
         return self._policy == "first" and bool(shards.sizes[0])
 
     def take_buffers(self) -> None:
@@ -157,7 +157,7 @@ class Reducer:
 
         Not before the backward, which checks that nothing it has saved was written to.
         """
-        shards, self._forward = self._forward, None
+        shards, self._pending = self._pending, None
         if shards is not None and not self._root_keeps_its_buffers(shards):
             buffers = self._replicas.buffers
             worked = [buffers[k] for k in shards.active]
@@ -165,7 +165,7 @@ class Reducer:
 
     def _finish(self) -> None:
         """Gives the root the step's buffers, and all ranks the same ones."""
-        if self._forward is not None:
+        if self._pending is not None:
             self.take_buffers()
         samples, self.rank_samples = self.rank_samples, None
         if samples is not None and self._world is not None:
@@ -250,7 +250,7 @@ class JointBackward:
 
     def run_together(self, gradient: Tensor, keep_graph: bool) -> None:
         """One backward of all graphs."""
-        # Autograd makes a new gradient for each backward: this thread need not wait for its copies.
+        # Nothing overwrites the new tensor `gradient * w` while the copy is in flight.
         gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
         losses = [loss for _, loss, _ in self.parts]
         torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
@@ -270,7 +270,7 @@ class _JointLoss(torch.autograd.Function):
                 "Expected a backward without create_graph=True: sums over replicas have no graph. "
                 "Take second derivatives by torch.autograd.grad inside training_step."
             )
-        leaf, _ = ctx.next_functions[0]  # leaves come first in the graph
+        leaf, _ = ctx.next_functions[0]  # of `joint`; `inputs=` leaves it out
         if not will_run(leaf):
             raise RuntimeError(
                 "Expected loss.backward() for all parameters of the module, got inputs=... or "
@@ -340,7 +340,7 @@ class Backward:
         if can_be_undone or self._hooks or world is not None:
             self._earlier = StashedGradients(root)
         self._overlap: Overlap | None = None
-        if 0 in filled and not self._hooks:  # else no sums grow on the root
+        if 0 in filled and not self._hooks:  # `add_up` writes into the root's gradients
             rows = [*{id(row): row for row in map(replicas.parameters_of, filled)}.values()]
             devices = list(dict.fromkeys(row[0].device for row in rows))
             if len(devices) > 1 and are_accelerators(devices):
@@ -476,7 +476,7 @@ def _add(sums: list[Tensor | None], row: Sequence[Tensor | None]) -> None:
             sums[i] = gradient
         elif gradient is not None:
             pairs.append((total, gradient))
-    # foreach refuses tensors that are computed when they are read.
+    # foreach refuses lazily conjugated or negated tensors.
     if any([t.is_conj() or t.is_neg() for t in chain.from_iterable(pairs)]):
         for total, gradient in pairs:
             total.add_(gradient)

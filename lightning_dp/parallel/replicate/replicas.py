@@ -96,7 +96,7 @@ class Replicas:
         self._structure, self._tables = structure, Contents(structure.tables)
         self._hooks = numbers_of(structure.hook_tables)
         with_buffers = [m for m in structure.modules if buffer_table(m)]
-        # In training these only write to their buffers, which nobody trains.
+        # In training mode their outputs do not depend on buffers, which never require gradients.
         self._norms = [m for m in with_buffers if type(m) in BATCH_NORMS]
         self._read_tables = [buffer_table(m) for m in with_buffers if type(m) not in BATCH_NORMS]
         self.root_parameters = structure.parameters
@@ -251,7 +251,7 @@ class Replicas:
         changed = False
         for replica in self._others:
             if replica.in_root_memory:
-                # Once its own parameters are in graphs, a later step may run the backward of these.
+                # A later backward through a graph of its own parameters still fills their `.grad`.
                 replica.has_gradients |= not share
                 if replica.shares != share:
                     replica.share(share)
@@ -271,9 +271,9 @@ class Replicas:
         return list(map(entries, tables))
 
     def refuse_trained_buffers(self) -> None:
-        """Raises a ValueError about buffers that are trained: replicas would give them nothing.
+        """Raises a ValueError about leaf buffers that require gradients: replicas' would be lost.
 
-        One that a step has computed, and left with its graph, is read as a value.
+        A buffer with a graph, which a step has left on the module, is copied as a value.
         """
         read = entries(self._read_tables)
         if any([b.requires_grad and b.is_leaf for b in read if b is not None]):
@@ -334,7 +334,7 @@ class Replica:
         self._seen = ParameterState([], [], [])
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
-        self._in_place: list[Tensor] = [*self.parameters]  # of its parameters and buffers
+        self._in_use: list[Tensor] = [*self.parameters]  # for the root's parameters, then buffers
         self._make_modules(own_attributes)
 
     def _make_modules(self, own_attributes: OwnAttributes) -> None:
@@ -413,17 +413,17 @@ class Replica:
     def take_buffers(self, roots: list[Tensor], copies: list[Tensor]) -> None:
         """Takes copies of the root's buffers as its own."""
         self._root_buffers, self._buffers = roots, copies
-        self._compute_with([*self._in_place[: len(self.parameters)], *copies])
+        self._compute_with([*self._in_use[: len(self.parameters)], *copies])
         self._seen_buffers = self._all_buffers()  # kept alive: no other tensor can get their ids
 
     def _stand_ins(self) -> dict[int, Any]:
         """The tensors it computes with, by the ids of the root's parameters and buffers."""
         roots = [*self._source.parameters, *self._root_buffers]
-        return dict(zip(map(id, roots), self._in_place, strict=True))
+        return dict(zip(map(id, roots), self._in_use, strict=True))
 
     def _compute_with(self, tensors: Sequence[Tensor]) -> None:
         """Puts tensors in the place of the root's parameters and buffers."""
-        self._in_place = [*tensors]
+        self._in_use = [*tensors]
         stand_ins = self._stand_ins()
         for root_table, table in self._tables:
             for name in table.keys() - root_table.keys():
@@ -437,11 +437,11 @@ class Replica:
         self._compute_with([*parameters, *self._buffers])
 
     def connect(self, on_backward: Callable[[], None]) -> None:
-        """Computes with functions of the root's parameters, and of its buffers with gradients.
+        """Computes with aliases of the root's parameters, and of its buffers with gradients.
 
-        A backward goes through them to the root, and calls `on_backward`. Without gradients the
-        replica computes with its own tensors, or with those of the latest call that had gradients:
-        its backward may still recompute a part of it (reentrant checkpoints).
+        A backward goes through them to the root, and calls `on_backward`. In a call without
+        gradients, earlier aliases of the same memory stay: a reentrant checkpoint recomputes with
+        the tensors that the module holds when the backward runs.
         """
         if self.shares and not any(map(_REQUIRES_GRAD, self._root_buffers)):
             return
@@ -450,7 +450,7 @@ class Replica:
         if torch.is_grad_enabled():
             at_end = partial(at_end_of_backward, on_backward)
             self._compute_with(alias_parameters(roots, tensors, at_end))
-        elif pointers_of(tensors) != pointers_of(self._in_place):
+        elif pointers_of(tensors) != pointers_of(self._in_use):
             self._compute_with(tensors)
 
     # Attributes
@@ -463,7 +463,7 @@ class Replica:
         parts = {**self._stand_ins(), **self._twins}
         copier = Copier(parts, self._source.device, self.device)
         tensors, others, hooks = [], [], []
-        owners = zip(self._source.owners, [*self.submodules, *self._in_place], strict=False)
+        owners = zip(self._source.owners, [*self.submodules, *self._in_use], strict=False)
         for j, (original, twin) in enumerate(owners):
             source, target, kept = vars(original), vars(twin), self._kept[j]
             if source is target:  # a parameter that is the root's own
@@ -512,7 +512,7 @@ def alias_parameters(
     for group in filter(None, [*([i] for i in alone), together]):
         aliases = _aliases([twins[i] for i in group], on_backward, *(roots[i] for i in group))
         for i, alias in zip(group, aliases, strict=True):
-            # Tensors with a graph refuse to be copied; what a forward copies are the parameters.
+            # deepcopy refuses tensors with a graph: an alias is deep-copied as its twin.
             vars(alias).update(vars(twins[i]), __deepcopy__=twins[i].__deepcopy__)
             if isinstance(roots[i], nn.Parameter) and type(roots[i]) is not nn.Parameter:
                 alias.__class__ = type(roots[i])

@@ -162,9 +162,9 @@ def _agreed_or_raise(found: _Found, dim: int) -> int | None:
 
 
 def read_as_module_says(module: Any, batch: Any, dim: int, **options: bool) -> Inferred:
-    """How a batch is read of which the module's method `batch_size(batch)` says the size.
+    """Reads a batch whose size is `module.batch_size(batch)`.
 
-    As its contents say, if these have that size; else what has it is cut.
+    As `infer_batch_size` does if that finds the same size; else all that has this size is cut.
     """
     name = f"{type(module).__qualname__}.batch_size"
     with noted(f"[cutting the batch, {name}]"):

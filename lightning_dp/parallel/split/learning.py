@@ -224,9 +224,9 @@ SAFE = 0.7
 
 
 class DeviceCountTuner:
-    """Chooses how many of k devices work: the number with the shortest step, the best of a few.
+    """Chooses how many of k devices work: the number that had the shortest step.
 
-    All devices are timed, half of them, a quarter, and so on down to the root alone.
+    A few steps of each number are timed: k, half of it, a quarter, and so on down to the root.
 
     Example:
         >>> tuner, seconds = DeviceCountTuner(4), {4: 0.5, 2: 0.6, 1: 0.4}
@@ -280,8 +280,8 @@ class DeviceCountTuner:
 class Auto:
     """A split that lets as many devices work as make a step shortest.
 
-    The first devices work, and share the samples by their speeds as `Adaptive`. Each kind of step,
-    and each size of batches within 25 %, has a tuner of its own. Until `begin` is called, all work.
+    The first devices share the samples by their speeds as `Adaptive`. Each kind of step, and each
+    size of batches within 25 %, has its tuner. `auto_split` times steps between `begin` and `end`.
 
     Example:
         >>> split = Auto(2)

@@ -84,6 +84,21 @@ def set_layer_sync(strategy: Any, plugin: Any) -> None:
     strategy._layer_sync = plugin
 
 
+def devices_asked_for(trainer: Any) -> int | None:
+    """How many devices `Trainer(devices=...)` names; None where it leaves that to the accelerator.
+
+    Gone: None, and a number that contradicts the strategy's devices is not refused.
+    """
+    connector = getattr(trainer, "_accelerator_connector", None)
+    devices = getattr(connector, "_devices_flag", None)
+    if isinstance(devices, str):
+        devices = [*filter(None, devices.split(","))] if "," in devices else int(devices)
+    count = len(devices) if isinstance(devices, list | tuple) else devices
+    # By now "auto" is the number of devices that there are.
+    is_auto = count is None or count < 0 or count == trainer.accelerator.auto_device_count()
+    return None if is_auto else count
+
+
 def join_process_group(environment: Any, backend: str, **options: Any) -> None:
     """Makes torch's process group; a thread of Gloo's that outlives Python aborts the process."""
     from lightning.fabric.utilities import distributed

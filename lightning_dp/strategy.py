@@ -28,7 +28,7 @@ from lightning_dp.data_parallel import check_engine_options
 from lightning_dp.first_step import Report
 from lightning_dp.first_step.lightning_step import FirstSteps
 from lightning_dp.layer_sync import replicas_own
-from lightning_dp.lightning_private import layer_sync, set_layer_sync
+from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
 from lightning_dp.modes import ForwardMode, Mode, StepMode, has_user_hooks, why_forward_mode
 from lightning_dp.parallel.checks import check_choice, check_names, expected
 from lightning_dp.parallel.contexts import replaced
@@ -198,6 +198,7 @@ class DataParallelMixin(CheckpointMixin):
         self._forward_options, self._loss_reduction = forward_options, loss_reduction
         self._split, self._weights = split, weights
         self._mode_name, self._output_device = mode, output_device
+        self._has_own_devices = devices is not None
         self._check_first_step: bool | Literal["auto"] = check_first_step
         super().__init__(
             accelerator=accelerator,
@@ -276,6 +277,13 @@ class DataParallelMixin(CheckpointMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        asked, own = devices_asked_for(trainer), self.machine_devices or []
+        if self._has_own_devices and asked not in (None, len(own)):
+            raise ValueError(
+                f"devices: expected as many as Trainer(devices=...) names, {asked}, got "
+                f"{[*map(str, own)]}. Leave out one of the two: the strategy's devices are taken "
+                "in place of the Trainer's."
+            )
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         plugin, why = layer_sync(self), why_forward_mode(self._module)

@@ -95,6 +95,11 @@ PYTHON = [
     in_python(lambda: made(devices=4), "devices", "got 4", "list"),
     in_python(lambda: made(devices=["cpu", "cpu:3"]), "devices[1]", "'cpu:3'"),
     in_python(lambda: made(devices=["cpu", "meta"]), "devices[1]: expected a device", "'meta'"),
+    in_python(
+        lambda: oracle.trainer(3, DataParallelStrategy(devices=["cpu"] * 2)).fit(Classifier()),
+        "devices: expected as many as Trainer(devices=...)",
+        "names, 3, got ['cpu', 'cpu']",
+    ),
     in_python(lambda: made(weights=[1, 2, 3]), "weights: expected 2 numbers", "got 3"),
     in_python(lambda: made(weights=[1, -2]), "weights: expected a list", "[1, -2]"),
     in_python(lambda: made(weights=[0, 0]), "not all 0", "weights", "[0, 0]"),

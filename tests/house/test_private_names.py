@@ -59,6 +59,7 @@ NAMES: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
         (
             *("_results", "_logger_connector.should_update_logs", "fit_loop._should_accumulate"),
             "fit_loop.epoch_loop._batches_that_stepped",
+            "_accelerator_connector._devices_flag",
         ),
     ),
     (DDPStrategy, ("_layer_sync",)),

@@ -44,7 +44,7 @@ from lightning_dp.lightning_private import (
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.errors import noted
-from lightning_dp.parallel.gather import Join, RowRules, are_per_shard, as_rows, fit_shapes
+from lightning_dp.parallel.gather import Join, RowRules, as_rows, fit_shapes
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards, to_device, tree, weighted_mean
 from lightning_dp.state import ModuleState, warn_of_step
@@ -98,11 +98,12 @@ class MetricCall(NamedTuple):
 
 
 class Records(NamedTuple):
-    """The calls of replicas, with the sizes and the names of these."""
+    """The calls of the replicas that had samples, and their sizes and names."""
 
     calls: Sequence[Sequence[LogCall | MetricCall]]
     sizes: Sequence[int]
     replicas: Sequence[str]
+    num_replicas: int  # also of those without samples
     dim: int = 0
 
 
@@ -290,7 +291,8 @@ class StepRecorder:
         self._module, self._output_device, self._world = module, output_device, world
         names = replica_names(devices, None if world is None else world.rank)
         self._names = [replica_text(k, names) for k in range(len(names))]
-        self._varying: set[str] = set()  # logged names whose batch_size differs between shards
+        # By logged name the batch_size that all shards have named so far; None if they differ.
+        self._batch_sizes: dict[str, int | None] = {}
         self._warned: set[int] = set()  # metrics that only some replicas have updated
         to_host = output_device.type == "cpu"
         leaving = {device for device in devices if to_host and device.type != "cpu"}
@@ -370,7 +372,9 @@ class StepRecorder:
         if self._world is None and not any(recorded):
             return
         names = [f"{self._names[k]} ({shards.sizes[k]} samples)" for k in shards.active]
-        found = Records(recorded, shards.active_sizes, names, shards.row_rules.dim)
+        found = Records(
+            recorded, shards.active_sizes, names, len(self._names), shards.row_rules.dim
+        )
         logging: AbstractContextManager[None] = nullcontext()
         if self._world is not None:
             found = _of_all_ranks(found, self._world)
@@ -404,7 +408,7 @@ class StepRecorder:
                 "shard; a value that some shards lack can be logged through a torchmetrics metric."
             )
         name, value, options, source = merged_log(
-            calls, found.sizes, self._output_device, self._varying
+            calls, found.sizes, self._output_device, self._batch_sizes, found.num_replicas
         )
         if source is not None and all(call.source == source for call in calls):
             # What the metric returned for the whole batch.
@@ -451,7 +455,11 @@ class StepRecorder:
 
 
 def merged_log(
-    calls: Sequence[LogCall], sizes: Sequence[int], device: torch.device, varying: set[str]
+    calls: Sequence[LogCall],
+    sizes: Sequence[int],
+    device: torch.device,
+    seen: dict[str, int | None],
+    count: int,
 ) -> LogCall:
     """One call of `self.log` that says what the replicas' calls, in shard order, say together.
 
@@ -463,13 +471,13 @@ def merged_log(
     | `"min"`, `"max"` | smallest, largest                                                    |
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
 
-    Values are brought to the device; `varying` is the names for `_own_weights`.
+    Values are brought to the device; `seen` and `count` are for `_own_weights`.
     """
     first = calls[0]
     options, weights = first.options, sizes
     given = [call.options for call in calls]
     if "batch_size" in options or given.count(options) < len(given):
-        options, weights = _own_weights(first.name, given, sizes, varying)
+        options, weights = _own_weights(first.name, given, sizes, seen, count)
     value, values = first.value, [call.value for call in calls]
     if len(values) == 1:
         value = value.to(device) if isinstance(value, Tensor) else value
@@ -495,13 +503,17 @@ def _reduced(how: str, numbers: list[Tensor], weights: Sequence[float]) -> Tenso
 
 
 def _own_weights(
-    name: str, given: Sequence[Mapping[str, Any]], sizes: Sequence[int], varying: set[str]
+    name: str,
+    given: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    seen: dict[str, int | None],
+    count: int,
 ) -> tuple[Mapping[str, Any], Sequence[int]]:
     """The options of the joint call, and the weights of the replicas' values.
 
-    The `batch_size` of replicas is added up. One that is the same on shards of unequal sizes is a
-    constant, and shards weigh by their sizes, unless it has differed between shards before: then
-    its name is in `varying`, to which names are added here.
+    The `batch_size` of replicas is added up. One that is the same on all shards of all batches,
+    and not their size, is a constant: then shards weigh by their sizes, and a batch for fewer than
+    the `count` replicas as much as one for all. `seen` keeps what each name has had so far.
     """
     first = given[0]
     for other in given:
@@ -516,10 +528,12 @@ def _own_weights(
     if first.get("batch_size") is None:
         return first, sizes
     own = [int(options["batch_size"]) for options in given]
-    if len(set(own)) > 1:
-        varying.add(name)
-    is_constant = are_per_shard(own, sizes) is False and name not in varying
-    return {**first, "batch_size": sum(own)}, sizes if is_constant else own
+    known = seen.get(name, own[0])
+    seen[name] = own[0] if set(own) == {known} else None
+    if seen[name] is None or own == [*sizes]:
+        return {**first, "batch_size": sum(own)}, own
+    total = own[0] * count if name in seen else sum(own)
+    return {**first, "batch_size": total}, sizes
 
 
 def _as_number(number: Any, device: torch.device) -> Tensor:
@@ -676,14 +690,15 @@ def _of_all_ranks(own: Records, world: World) -> Records:
 
     Every rank takes part in every step: no other rank knows whether it has recorded anything.
     """
-    sent = None if world.is_idle else own
-    received = world.all_gather_objects(sent, "the end of its step")
-    received[world.rank] = sent  # whose values may have a graph
-    parts = [part for part in received if part is not None]
+    if world.is_idle:
+        own = own._replace(calls=(), sizes=(), replicas=())
+    parts = world.all_gather_objects(own, "the end of its step")
+    parts[world.rank] = own  # whose values may have a graph
     return Records(
         [calls for part in parts for calls in part.calls],
         [size for part in parts for size in part.sizes],
         [name for part in parts for name in part.replicas],
+        sum(part.num_replicas for part in parts),
         own.dim,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from metrics.test_logged_values import History, Logging, log_rows
+from metrics.test_logged_values import SIZES, History, Logging, log_rows
 from support.oracle import Classifier, loader, trainer
 from support.processes import run_in_processes
 from torch import nn
@@ -19,8 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 def log_all(module: Any, batch: Any, batch_idx: int) -> None:
     """The law table of logged values; what is synced or of rank zero; a key from some batch on."""
     x = batch[0]
-    # A constant batch_size weighs a batch on one replica less than one on all of them.
-    log_rows(module, batch, batch_idx, ("none", "samples", "tokens", "valid items", "tensor"))
+    # 1 may be the size of a shard, or a constant: a batch on one replica then weighs less.
+    log_rows(module, batch, batch_idx, [name for name in SIZES if name != "one"])
     both = {"on_step": True, "on_epoch": True}
     module.log("synced", x.mean(), sync_dist=True, **both)
     module.log("zero", x.mean(), rank_zero_only=True, **both)

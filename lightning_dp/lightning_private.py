@@ -33,8 +33,8 @@ def found(owner: Any, name: str) -> Any:
 def own_device(module: nn.Module, device: torch.device) -> dict[str, torch.device]:
     """What makes `module.device` a device, put into its `__dict__`; nothing if it has no such.
 
-    Lightning sets it when it moves a module, and a replica is not moved. Gone: nothing, and
-    `self.device` is the root's on every replica.
+    Lightning sets it when it moves a module, and a replica is not moved. In a release without the
+    name there is no error: `self.device` is the root device on every replica.
     """
     return {"_device": device} if "_device" in vars(module) else {}
 
@@ -47,7 +47,7 @@ def state_defaults(metric: nn.Module) -> dict[str, Any]:
 def unused_state(metric: nn.Module, device: torch.device) -> dict[str, Any]:
     """What makes a metric on a device one that has seen nothing, put into its `__dict__`.
 
-    Gone: one of these names is an attribute that no code reads.
+    In a release without one of these names (but `_defaults`) it is set, and no code reads it.
     """
     defaults: dict[str, Any] = {
         name: value.to(device) if isinstance(value, Tensor) else []

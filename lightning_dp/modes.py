@@ -67,10 +67,10 @@ class Mode(ABC):
         raise error
 
     def to_be_scaled(self, loss: Tensor) -> Tensor:
-        """Moves a loss to the root before a gradient scaler sees it.
+        """Moves a loss on the CPU to the root device for `GradScaler`.
 
-        The scaler's scale lies where its first loss does. A scale on the host would read from the
-        devices whether gradients are finite without waiting for them.
+        GradScaler keeps its scale on the first loss's device. On the CPU it would read `found_inf`,
+        which it copies there with `non_blocking=True`, before the copy has ended.
         """
         root = self.engine.devices[0]
         return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss

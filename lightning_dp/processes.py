@@ -159,10 +159,10 @@ class ProcessesMixin(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether hooks are one of several processes', for `self.log(..., sync_dist=True)`.
+        """Whether a hook runs in several processes: `self.log(..., sync_dist=True)` then syncs.
 
-        Elsewhere, and in `on_fit_start`, where LearningRateFinder runs, Lightning would give
-        DataLoaders a DistributedSampler.
+        False elsewhere, and in `on_fit_start` (LearningRateFinder): with True Lightning would
+        give DataLoaders a DistributedSampler.
         """
         module = self.lightning_module
         hook = None if self.world is None or module is None else running_hook(module)
@@ -327,8 +327,8 @@ def open_slices(batch: Any) -> tuple[Any, bool]:
 
     batch = apply_to_collection(batch, Slice, opened)
     if len(set(are_empty)) > 1:
-        wanted = "samples of all loaders' batches or of none in each process"
-        hint = "True: there are none. Set drop_last=True, or use larger batches."
+        wanted = "each process to have samples of all loaders' batches or of none"
+        hint = "True stands for no samples. Set drop_last=True, or use larger batches."
         raise expected("DataLoaders", wanted, are_empty, hint)
     return batch, any(are_empty)
 

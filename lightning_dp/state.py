@@ -44,7 +44,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def warn_of_step(module: nn.Module, text: str) -> None:
-    """Warns of what the step that runs does, at the user's own code: no frame of it is left."""
+    """Warns at the file and line of the user's step, which is no longer on the stack."""
     hook: Any = getattr(type(module), running_hook(module) or "forward")
     code = getattr(inspect.unwrap(hook), "__code__", None)
     if code is None:
@@ -155,7 +155,7 @@ class _Module:
         self.before = [{n: copied(v) for n, v in _own(own).items()} for own in replicas]
 
     def views(self) -> Iterator[Collection[Any]]:
-        """What shows attributes, and items of containers, at any time."""
+        """Live views of the attributes, and of the items of containers, for `Contents`."""
         for attributes in (self.root, *self.replicas):
             yield attributes.values()
             for value in _own(attributes).values():
@@ -219,7 +219,7 @@ def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _live(node: Any) -> Iterator[Collection[Any]]:
-    """What shows the items of a container, and of those in it, whenever it is looked at."""
+    """Live views of the items of a container, and of containers in it."""
     if not is_container(node):
         return
     if isinstance(node, dict):
@@ -266,12 +266,12 @@ class Merge:
         self._done: set[int] = set()  # ids of the root's: one container may have several names
 
     def into(self, path: Path, before: list[Any], after: list[Any], root: Any) -> Iterator[Path]:
-        """Makes `root` of what every replica had `before` and has `after` the step.
+        """Merges the replicas' changes of a container (copies `before`, now `after`) into `root`.
 
-        The root's is the container of the first replica, or one that the step has not changed.
+        `root` is the user's container: `after[0]`, or unchanged if the root device was idle.
 
         Yields:
-            The paths of what keeps the first value, where the replicas differ.
+            The paths of values that differ between replicas; the first replica's is kept.
         """
         if id(root) in self._done:
             return
@@ -355,8 +355,8 @@ class Merge:
             name = tree.name((tree.Attribute(path[1]), *path[2:]), "self")
             self._row_rules.warn_once(
                 path,
-                f"{name}: one more on every replica, each of one sample, is taken for one of the "
-                "batch, not one per sample. With more samples in a batch it is known.",
+                f"{name}: each replica appended one item for one sample. They are joined as one "
+                "item of the batch. Whether it is one per sample shows only in larger batches.",
             )
         return path in self._uneven or self._are_of_samples.get(path, False)
 

@@ -84,10 +84,10 @@ class DataParallelMixin(CheckpointMixin):
             module's method `sample_cost(batch)`, which returns a 1-D tensor, or from an entry of
             the batch, see `sample_cost`. Or a function `(batch_size, devices) -> sizes`. Where
             memory runs out, every split gives the device fewer samples, and the step runs again.
-            Between processes shares are as the numbers of devices.
+            Each process gets a share in proportion to its number of devices.
         weights: fixed shares, one number of at least 0 per device of the machine: `[1, 3, 3, 3]`.
-            Only their ratios matter, between machines too; 0 leaves a device idle, but not all of
-            a process. `split="adaptive"` begins with them. None for equal shares.
+            Only their ratios matter, also between machines. 0 leaves a device idle; each process
+            needs one above 0. `split="adaptive"` begins with them. None for equal shares.
         sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
             as `"lengths"` or `"text.lengths"`; None to ask the module.
         dim: the dimension along which batches are cut and outputs joined.
@@ -400,7 +400,7 @@ class DataParallelMixin(CheckpointMixin):
         if mode is None:
             return getattr(super(), method)(*args, **kwargs)
         batch, *rest = (*args, *kwargs.values())
-        # Validation without batch_idx: weights may have been swapped before its first batch.
+        # Before a first batch callbacks may swap weights; without batch_idx any may be the first.
         if method != "training_step" and rest[:1] in ([], [0]):
             mode.engine.resync()
         if checks is not None and method in checks.due:
@@ -424,7 +424,7 @@ class DataParallelMixin(CheckpointMixin):
                 return super().backward(closure_loss, *args, **kwargs)
             except torch.OutOfMemoryError as error:
                 mode.recover_backward(error, plugin.train_step_context)
-        # What Lightning would have done after a backward that did not end at once.
+        # The error has skipped the rest of Lightning's backward, which follows here.
         closure_loss = plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -71,7 +71,7 @@ class Call(ABC):
     """
 
     reports_loss = True  # the loss is the user's own, and not made by the check
-    compares_attributes = False  # that the call binds on modules
+    compares_attributes = False  # that the forward binds on modules
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the forward
 
     def __init__(
@@ -164,7 +164,7 @@ class Call(ABC):
                     output = engine.step(call, batch)
                 self.python_draws = pickle.dumps((random.getstate(), np.random.get_state()))
                 loss, rest = self.parse(output)
-                # A Trainer's mode names what a step binds itself, but not what its backward does.
+                # `ModuleState` warns of what a forward in a Trainer binds, not of its backward's.
                 named = [] if self.compares_attributes else snapshot.bound()
                 if loss is not None and loss.requires_grad:
                     loss.backward()

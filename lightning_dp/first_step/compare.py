@@ -158,12 +158,12 @@ class Comparison:
                 self._name("random", ", ".join(names) or "numpy's or Python's")
 
     def _perturb(self) -> None:
-        """Drops what parameters that are moved by rounding errors change as much."""
+        """Drops differences that perturbing the parameters by `eps` makes on the root, too."""
         moved = (self._run(perturbed=(self._eps, i)) for i in (1, 2, 3))
         self._keep_beyond(moved, _ROUNDING_FACTOR)
 
     def _cut_after_transfer(self) -> None:
-        """A shard as the whole batch's transfer hooks leave it, beside the shard's own."""
+        """Compares a shard cut after the transfer of the whole batch with one cut before it."""
         keys = self._keys("loss", "gradient", "log", "output")
         if keys and self._call.reports_loss:
             late = self._run(shard=self._call.active[0], cut_late=True)
@@ -211,7 +211,7 @@ class Comparison:
 
         for cause, weights in (("sum", sums), ("mean", means)):
             if len(finite) == len(sizes) and adds_up(0, weights):
-                # The split's own weights are other ones, or shards are not what they are alone.
+                # `cause` explains it if the split run is a sum of the shards with other weights.
                 return (cause,) if adds_up(1, nearest_split) else ("",)
         counts = [max(0.0, weight) for weight in nearest_alone]
         counts = [count / (sum(counts) or 1.0) for count in counts]

@@ -37,8 +37,8 @@ class FirstCalls:
         option: the option that asks for the check, for messages.
         always: whether also modules are checked that `"auto"` leaves out.
         found: receives each report.
-        around: what is recorded and put back around a call of a Trainer's module, see `Call`; the
-            Trainer's mode names itself which attributes a call has bound on modules.
+        around: arguments of `Call` for a module of a Trainer; empty without one. In a Trainer
+            attributes that the forward binds are not compared: `ModuleState` warns of them.
         latest: the latest report.
         seen: the paths of the calls that were checked, and whether they trained.
     """
@@ -112,9 +112,9 @@ class ForwardCall(Call):
         return torch.stack(terms).sum() if terms else None, leaves
 
     def _joined(self, path: tree.Path, leaf: Any) -> Any:
-        """Numbers that are stacked to one per replica, joined as the user does.
+        """Reduces a scalar output, which comes as one number per replica, to one number.
 
-        As a sum or as a mean, whichever is nearer to that of the root alone.
+        Users take its sum or its mean: whichever is nearer to the number of the root alone.
         """
         one = (self._of_root or {}).get(path)
         used = torch.tensor([size for size in self.engine.last_sizes if size], dtype=torch.float64)

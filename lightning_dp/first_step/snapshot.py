@@ -71,7 +71,7 @@ class Snapshot:
         for path, node in _walk({"self": module, **others}):
             has_graph = isinstance(node, Tensor) and (node.grad_fn is not None or is_lazy(node))
             if isinstance(node, _MOVES_ON) or has_graph:
-                raise NotChecked(f"nothing sets {path} back, a {type(node).__qualname__}.")
+                raise NotChecked(f"{path} is a {type(node).__qualname__}: it cannot be put back.")
             if isinstance(node, Tensor) and node.is_leaf:
                 leaves.append(node)
             if isinstance(node, torch.Generator):
@@ -105,7 +105,7 @@ class Snapshot:
         """What differs now, by kind and place, as detached copies on the CPU.
 
         Args:
-            named: values of attributes of modules that are not among it.
+            named: values of module attributes to leave out.
         """
         apart = set(map(id, named))
         changed: dict[tuple[str, str], Any] = {}
@@ -123,7 +123,7 @@ class Snapshot:
                 is_dict, is_module = isinstance(node, dict), isinstance(node, nn.Module)
                 states = getattr(node, "metric_state", ()) if is_module else ()
                 for key, value in dict.items(_items(node)):
-                    # A library's module binds attributes of its own; hooks put new ones on it.
+                    # Of a library's module only new attributes count, which users' hooks bind.
                     is_its_own = is_module and key in before and not _is_own(node)
                     if key not in states and (is_its_own or (is_module and id(value) in apart)):
                         continue

@@ -123,7 +123,7 @@ class Failing(Classifier):
 
 
 class Reading(Classifier):
-    """Takes numbers from a generator, which nothing sets back."""
+    """Takes numbers from a generator, which cannot be put back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Infinite(Classifier):
 
 
 SKIPPED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a generator": (Reading, {}, "sets self.numbers back"),
+    "a generator": (Reading, {}, "self.numbers is a Generator"),
     "no number": (Infinite, {}, "not finite on the root alone"),
     "one sample": (Classifier, {"data": lambda: loader(n=1)}, "for one replica alone"),
     "one replica": (Classifier, {"weights": [0, 1, 0]}, "for one replica alone"),

@@ -257,8 +257,10 @@ def imported_code_is_no_garbage() -> None:
 def no_thread_is_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    left = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("dp-")]
-    assert not left, f"threads left behind: {left}"
+    left = [t for t in threading.enumerate() if t not in before and t.name.startswith("dp-")]
+    for thread in left:
+        thread.join(5.0)  # a closed engine's threads may take a moment to end
+    assert not any(t.is_alive() for t in left), f"threads left behind: {left}"
 
 
 @pytest.fixture(autouse=True)

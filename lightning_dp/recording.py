@@ -113,8 +113,8 @@ class Records(NamedTuple):
 class ReplicaRecord:
     """The calls that one replica, on a device, makes during one step.
 
-    What is logged from one of the `leaving` devices goes to the host at once, without a wait: the
-    engine waits for these, once, before the step ends.
+    Tensors logged on the `leaving` devices are copied to the CPU with `non_blocking=True`; the
+    engine synchronizes with these devices once, before the step ends.
     """
 
     def __init__(self, device: torch.device, leaving: Collection[torch.device] = ()) -> None:
@@ -319,10 +319,10 @@ class StepRecorder:
     def around(
         self, replicas: Replicas, name: str, shards: Shards, is_rerun: bool = False
     ) -> Iterator[None]:
-        """Records while the replicas run; if all went well, replays.
+        """Records while the replicas run, then replays.
 
-        A rerun has replayed before. It, and a step that ran out of memory and will run again, leave
-        the module as it was.
+        A rerun (after its backward ran out of memory) is not replayed: the first run was. Its
+        changes of the module's state are undone, as are those of a step that runs out of memory.
         """
         self._follow(replicas.submodules)
         self._state.begin(replicas, shards.active)
@@ -481,7 +481,7 @@ def merged_log(
     value, values = first.value, [call.value for call in calls]
     if len(values) == 1:
         value = value.to(device) if isinstance(value, Tensor) else value
-    elif isinstance(value, Tensor | Number):  # what else a step logs, Lightning has a word on
+    elif isinstance(value, Tensor | Number):  # for other types Lightning raises its own error
         numbers = [_as_number(v, device) for v in values]
         reduce_fx = options.get("reduce_fx", "mean")
         how = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
@@ -511,9 +511,9 @@ def _own_weights(
 ) -> tuple[Mapping[str, Any], Sequence[int]]:
     """The options of the joint call, and the weights of the replicas' values.
 
-    The `batch_size` of replicas is added up. One that is the same on all shards of all batches,
-    and not their size, is a constant: then shards weigh by their sizes, and a batch for fewer than
-    the `count` replicas as much as one for all. `seen` keeps what each name has had so far.
+    The replicas' `batch_size` are the weights, and their sum is the joint call's. If all shards so
+    far had the same one, not their size, it is a constant: the weights are the shards' sizes, and
+    the joint one is `count` times it. `seen` has each name's constant, or None if it has varied.
     """
     first = given[0]
     for other in given:
@@ -551,9 +551,9 @@ def _as_number(number: Any, device: torch.device) -> Tensor:
 def _joined_calls(
     records: Sequence[Sequence[MetricCall]], found: Records, metric: AnyMetric
 ) -> list[list[MetricCall]]:
-    """Lists of calls that are one: a call with the whole batch, or one of each replica's.
+    """Groups the replicas' calls: a group is what one device would have called once.
 
-    Where replicas made different calls, each call is made alone, in shard order.
+    One joined call, or one call per replica; each call alone if the replicas made different ones.
     """
     device = metrics_in(metric)[0].device
     records = [
@@ -572,7 +572,7 @@ def _joined_calls(
 
 
 def _joined(row: Sequence[MetricCall], found: Records, metric: AnyMetric) -> list[MetricCall]:
-    """The same call of all replicas as one with the whole batch; else as they are."""
+    """The k-th calls of all replicas as one with the whole batch; unchanged if in doubt."""
     first = row[0]
     if first.method == "reset":
         return [first]
@@ -593,9 +593,9 @@ def _joined(row: Sequence[MetricCall], found: Records, metric: AnyMetric) -> lis
 
 
 def _make(calls: Sequence[MetricCall], metric: AnyMetric) -> Any:
-    """Makes calls that are one; returns what that returns.
+    """Makes the calls of one group of `_joined_calls`; returns the value of its `forward`, if any.
 
-    Of several calls of `forward` the value is that of a metric which has seen nothing else.
+    Several calls of `forward` have one value: that of a reset copy updated with all of them.
     """
     if len(calls) == 1:
         return getattr(metric, calls[0].method)(*calls[0].args, **calls[0].kwargs)
@@ -618,10 +618,10 @@ _NUMBERS: dict[type[Metric], str] = {
 
 
 def _meaning_of_numbers(call: MetricCall, metric: AnyMetric) -> str:
-    """What a number is that is passed to torchmetrics' own aggregators, of the batch's samples.
+    """How numbers that replicas pass to a torchmetrics aggregator become the batch's number.
 
-    "" for other metrics, and for a step that passes a weight beside it, which counts itself: these
-    calls are right one after another.
+    "mean", "sum", "max" or "min". "" for other metrics, and for calls with a weight: these are made
+    one after another, each with its own number.
     """
     inner = [m for m in metrics_in(metric) if not any(map(is_metric, m.children()))]
     found = {_NUMBERS.get(type(m), "") for m in inner}

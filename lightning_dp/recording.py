@@ -532,8 +532,7 @@ def _own_weights(
     seen[name] = own[0] if set(own) == {known} else None
     if seen[name] is None or own == [*sizes]:
         return {**first, "batch_size": sum(own)}, own
-    total = own[0] * count if name in seen else sum(own)
-    return {**first, "batch_size": total}, sizes
+    return {**first, "batch_size": own[0] * count}, sizes
 
 
 def _as_number(number: Any, device: torch.device) -> Tensor:

@@ -462,6 +462,13 @@ MUTANTS = {
         "weights that callbacks swap around validation reach the replicas",
         ("tests/replicas/test_latest_weights.py",),
     ),
+    "step/evaluation-with-old-weights": Mutant(
+        "lightning_dp.strategy:DataParallelMixin._step",
+        "rest[:1] in ([], [0])",
+        "rest[:1] in ([], [1])",
+        "weights that callbacks swap in before an evaluation reach the replicas",
+        ("tests/replicas/test_latest_weights.py",),
+    ),
     "step/scaled-loss-elsewhere": Mutant(
         "lightning_dp.modes:Mode.to_be_scaled",
         'return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss',

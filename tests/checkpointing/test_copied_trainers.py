@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
-from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.apply import current_participant
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copied": copy.deepcopy,
@@ -32,22 +30,14 @@ pytestmark = [
 ]
 
 
-class InItsStep(Classifier):
-    """Copies itself and its Trainer once, in the middle of a step, in the last replica."""
+class Copied(Classifier):
+    """Copies itself and its Trainer once, in the middle of a fit."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.accuracy = way, MulticlassAccuracy(3)
+    way = ""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        participant = current_participant()
-        if not KEPT and (participant is None or participant.replica == 2):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if not KEPT:
             KEPT.extend(map(WAYS[self.way], (self.trainer, self)))
-        self.accuracy(self.net(batch[0]).detach(), batch[1])
-        # A copy has Lightning's table of its metrics, by the ids of the first module's.
-        self.log("accuracy", self.accuracy, on_epoch=True, metric_attribute="accuracy")
-        return loss
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -59,7 +49,8 @@ def test_a_copy_has_no_replicas_and_a_fit_of_its_own(mode: Any, way: str) -> Non
         KEPT.clear()
         torch.manual_seed(0)
         job: Any = trainer(devices, DataParallelStrategy(mode=mode), max_epochs=1)
-        module: Any = InItsStep(way)
+        module: Any = Copied()
+        module.way = way
         job.fit(module, loader(), loader())
         first = dict(module.state_dict()), dict(job.callback_metrics)
         job, module = KEPT

@@ -99,7 +99,6 @@ def in_the_old_format(net: Net, path: Path) -> None:
 SOURCES: dict[str, Save] = {
     "bare module": state_of(lambda net: net),
     "bare module in the old format": in_the_old_format,
-    "nn.DataParallel twice": state_of(lambda net: nn.DataParallel(nn.DataParallel(net))),
     "torch.compile of nn.DataParallel": state_of(lambda net: compiled(nn.DataParallel(net))),
     "a script's dict": lambda net, path: torch.save({"epoch": 3, "model": net.state_dict()}, path),
     "Lightning": by_trainer(1, "auto"),

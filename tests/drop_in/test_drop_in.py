@@ -5,7 +5,6 @@ code written for it does with a module: each a row of `LAWS`.
 """
 
 import copy
-import gc
 import io
 import pickle
 import threading
@@ -359,13 +358,7 @@ class Confusing(nn.Module):
         self.module = Confusing(False) if nested else nn.Linear(2, 2)
 
 
-class OnlyModule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(2, 2)
-
-
-MODULES = [perceptron, lambda: nn.Sequential(nn.BatchNorm1d(3)), Confusing, OnlyModule]
+MODULES = [perceptron, lambda: nn.Sequential(nn.BatchNorm1d(3)), Confusing]
 
 
 def ours(module: nn.Module) -> DataParallel[nn.Module]:
@@ -454,11 +447,9 @@ def dp_threads() -> list[str]:
 
 @pytest.mark.usefixtures("on")
 @pytest.mark.parametrize("end", ["closed", "collected"])
-@pytest.mark.parametrize(
-    "make", [perceptron, lambda: NORMS["spectral_norm, hook"](nn.Linear(4, 3))]
-)
-def test_threads_and_memory_end_with_the_wrapper(make: Any, end: str) -> None:
-    wrapper = DataParallel(make().to(devices_of(1)[0]), devices_of(3), executor="threads")
+def test_threads_and_memory_end_with_the_wrapper(end: str) -> None:
+    net = NORMS["spectral_norm, hook"](nn.Linear(4, 3))
+    wrapper = DataParallel(net.to(devices_of(1)[0]), devices_of(3), executor="threads")
     for _ in range(10):
         wrapper(inputs().float()).sum().backward()
     assert len(dp_threads()) == 3
@@ -474,18 +465,6 @@ def test_threads_and_memory_end_with_the_wrapper(make: Any, end: str) -> None:
     gone = weakref.ref(wrapper)
     del wrapper
     assert soon(lambda: gone() is None and not dp_threads())
-
-
-@pytest.mark.usefixtures("on")
-def test_a_call_leaves_no_garbage_in_circles() -> None:
-    wrapper = DataParallel(perceptron().to(devices_of(1)[0]), devices_of(2), executor="inorder")
-    for _ in range(3):  # which build what is kept
-        wrapper(inputs(4).float()).sum().backward()
-    gc.collect()
-    gc.collect()  # what finalizers leave of earlier tests: torch.cuda.memory_stats makes circles
-    wrapper(inputs(4).float())
-    assert gc.collect() == 0
-    wrapper.close()
 
 
 # Refusals

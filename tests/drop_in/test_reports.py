@@ -79,16 +79,6 @@ class Output(collections.OrderedDict[str, Any]):
         self["y"] = self.y
 
 
-@dataclasses.dataclass
-class Derived:
-    """A dataclass that keeps more than its fields."""
-
-    y: Tensor
-
-    def __post_init__(self) -> None:
-        self.more = 2 * self.y
-
-
 class Boxes(Tensor):
     """Operations return plain tensors; code needs `scale`."""
 
@@ -143,10 +133,6 @@ def with_auxiliary(self: Any, x: Tensor) -> Tensor:
 def of_samples(self: Any) -> None:
     keep = lambda layer, _, after: setattr(layer.weight, "grad_sample", after[0].clone())
     self.lin.register_full_backward_hook(keep)
-
-
-def of_layer(self: Any) -> None:
-    self.lin.register_full_backward_hook(lambda m, _, after: setattr(m, "seen", after[0].clone()))
 
 
 def buffered(self: Any) -> None:
@@ -236,14 +222,11 @@ CALLS: dict[str, tuple[Any, Callable[..., Any], str | None]] = {
     "7 unknown class": ({}, joined(lambda y: Holder(y=y)), "got Holder.*gather_overrides"),
     "7 generator": ({}, joined(iter), "got .*iterator.*gather_overrides"),
     "7 mapping with fields": ({}, joined(lambda y: Output(y, 2 * y)), None),
-    "7 beside fields": ({}, joined(Derived), None),
     "7 low rank": ({}, joined(low_rank), None),
-    "7 list of heads": ({}, joined(lambda y: [{"y": y}, {"y": 2 * y}]), None),
     "8 rows": ({}, joined(lambda y: torch.cat([y, 2 * y])), "one row for each of"),
     "9 lengths": ({}, ragged, "more than one sample"),
     "9 padded": ({}, ragged, None),
     "10 one-row tensors": ({}, lambda self, x, items: self.lin(x) + torch.stack(items), None),
-    "10 dicts": ({}, lambda s, x, items: s.lin(x) + torch.stack([i["v"] for i in items]), None),
     "12 parts as arguments": ({}, own_parts, None),
     "12 a size": ({}, lambda self, x, of: self.lin(x), "cutting batch.1., a Unsized"),
     "12 batch_size": ({"batch_size": lambda batch: batch["n"]}, plain, "cutting.*Net.batch_size"),
@@ -251,14 +234,12 @@ CALLS: dict[str, tuple[Any, Callable[..., Any], str | None]] = {
     "16 state": ({"state": 0.0}, integrates, "self.state"),
     "16 on a layer": ({}, last, "self.lin.last"),
     "17 of samples": (of_samples, plain, "grad_sample"),
-    "17 on a layer": (of_layer, plain, "self.lin.seen"),
     "18 set from data": ({}, lambda self, x: x - self.lin.bias.data.copy_(x.mean(0)), at_once),
     "18 by place": (table, lambda self, x: x + self.table[: len(x)], at_once),
 }
 ARGUMENTS = {
     **{"5 attributes of a class": [BOXES], "9 lengths": [LENGTHS], "9 padded": [LENGTHS]},
-    **{"10 one-row tensors": [ITEMS], "10 dicts": [[{"v": item} for item in ITEMS]]},
-    "12 a size": [UNSIZED],
+    **{"10 one-row tensors": [ITEMS], "12 a size": [UNSIZED]},
 }
 OPTIONS: dict[str, Any] = {
     "9 padded": {"gather_overrides": {"": pad(0.0)}},
@@ -277,7 +258,6 @@ STEPS: dict[str, tuple[Any, Callable[..., Any], Any, str | None]] = {
     "14 left out": (metric(MeanSquaredError), measured, X, "metric has seen other samples"),
     "15 distribution": (metric(LogProbability), measures, X, None),
     "17 of samples": (of_samples, square, {"x": X}, "grad_sample"),
-    "17 on a layer": (of_layer, square, {"x": X}, "self.lin.seen"),
     "19 on self": ({}, square, {"x": X}, "total"),
     "19 in the batch": ({}, square, {"x": X, "scale": torch.ones(())}, "inplace|The loss"),
     "20 items": (lambda self: setattr(self, "lin", Tokens(1, 1)), lambda s, x: s(x), X, None),

@@ -186,7 +186,6 @@ def _value(cause: Cause, name: str) -> Any:
     [
         (_value("logged value", "sum"), {"reduce_fx": "sum"}, None),
         (_value(None, "accuracy"), {"reduce_fx": torch.sum}, "logged value"),
-        (lambda z, y: 1.0, {"reduce_fx": "sum"}, "logged value"),
         (lambda z, y: float(len(z)), {"reduce_fx": "sum"}, None),
         (_value("logged value", "largest"), {"reduce_fx": "max"}, None),
         (lambda z, y: z.std(), {"batch_size": 25}, "logged value"),
@@ -259,11 +258,6 @@ def mixed(self: Any, batch: Any, dataloader_idx: int) -> Any:
     return [0.7 * batch[0] + 0.3 * batch[0].flip(0), batch[1]]
 
 
-def centring(self: Any, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-    x, y = (part.to(device) for part in batch)
-    return [x - x.mean(0), y]
-
-
 class Timed(Classifier):
     """Logs a time, which differs from run to run."""
 
@@ -288,13 +282,6 @@ def makes_head(self: Any, batch: Any, batch_idx: int) -> Any:
         torch.manual_seed(0)
         self.head = nn.Linear(3, 3)
     return F.cross_entropy(self.head(self(batch[0])), batch[1])
-
-
-def makes_buffer(self: Any, batch: Any, batch_idx: int) -> Any:
-    """A buffer has the mean of the first shard."""
-    if "mean" not in dict(self.named_buffers()):
-        self.register_buffer("mean", batch[0].mean(0))
-    return F.cross_entropy(self(batch[0] - self.mean), batch[1])
 
 
 def averages(self: Any, batch: Any) -> None:
@@ -374,7 +361,6 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     "sum": {
         "sum": summed(Classifier),
         "batch norm, a sum": summed(Normed),
-        "dropout, a sum": summed(Dropping),
         "a logged time, a sum": summed(Timed),
     },
     "mean": {
@@ -390,7 +376,6 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     },
     "transfer hook": {
         "mixup after the transfer": variant(on_after_batch_transfer=mixed),
-        "centred in the transfer": variant(transfer_batch_to_device=centring),
     },
     "batch norm": {
         "batch norm": Normed,
@@ -398,14 +383,12 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     },
     "random": {
         "noise": variant(forward=noisy),
-        "VAE": drawing(lambda x: x + torch.distributions.Normal(0.0, 1.0).rsample(x.shape).to(x)),
         "functional dropout": drawing(lambda x: F.dropout(x, 0.5)),
         "numpy": drawing(lambda x: x + torch.as_tensor(np.random.randn(*x.shape)).to(x)),
     },
     "not repeatable": {"noise elsewhere": variant(forward=noisy_elsewhere)},
     "made in step": {"makes a layer": variant(training_step=makes_head)},
     "buffer": {
-        "makes a buffer": variant(training_step=makes_buffer),
         "queue": before(averages, init=holding(centre=lambda: torch.zeros(3))),
     },
     "parameter": {  # every replica writes to it; those on the CPU share trained weights

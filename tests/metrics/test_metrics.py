@@ -18,7 +18,6 @@ from support.oracle import (
     trainer,
 )
 from torch import Tensor, nn
-from torch.distributions import Normal
 from torch.nn import functional as F
 from torchmetrics import (
     CatMetric,
@@ -27,7 +26,6 @@ from torchmetrics import (
     Metric,
     MetricCollection,
     RunningMean,
-    SumMetric,
 )
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.regression import PearsonCorrCoef, R2Score
@@ -84,14 +82,6 @@ class Scaled(Own):
         self.total, self.count = self.total + by * rows.sum(), self.count + 1
 
 
-class Likelihood(Own):
-    """Takes a distribution."""
-
-    def update(self, distribution: Normal, y: Tensor) -> None:
-        self.total = self.total + distribution.log_prob(y.to(distribution.loc)).sum()
-        self.count = self.count + len(y)
-
-
 def on_each_sample(metric: Any, x: Tensor, y: Tensor, z: Tensor) -> None:
     for row in x:
         metric(row[0], row[1])
@@ -122,8 +112,6 @@ METRICS: dict[str, tuple[Callable[[], Any], Use]] = {
     "text": (CharErrorRate, on_texts),
     "mean of losses": (MeanMetric, on_mean),
     "weighted mean": (MeanMetric, lambda m, x, y, z: m(z.mean(), weight=len(y))),
-    "sum of sums": (SumMetric, lambda m, x, y, z: m(z.sum().item())),
-    "largest value": (torchmetrics.MaxMetric, lambda m, x, y, z: m(x.max())),
     "full state update": (Distinct, lambda m, x, y, z: m(y)),
     "list state": (CatMetric, on_column),
     "numbers counted by the step": (
@@ -131,7 +119,6 @@ METRICS: dict[str, tuple[Callable[[], Any], Use]] = {
         lambda m, x, y, z: m((z.argmax(1) == y).sum().item(), len(y)),
     ),
     "a factor as large as a shard": (Scaled, lambda m, x, y, z: m(x, by=6)),
-    "a distribution": (Likelihood, lambda m, x, y, z: m(Normal(z[:, 0], 1 + z[:, 1] ** 2), y)),
     "squeezed": (MeanSquaredError, lambda m, x, y, z: m(z[:, :1].squeeze(), y.to(z).squeeze())),
     "min and max": (lambda: MinMaxMetric(MulticlassAccuracy(3)), on_logits),
     "compute groups": (

@@ -45,17 +45,8 @@ class Tokens(Classifier):
 
 
 class Summed(Classifier):
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") / 50
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.loss(batch), reduce_fx="sum")
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test/loss", self.loss(batch), reduce_fx="sum")
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") / 50
 
 
 class Hooked(Classifier):

@@ -96,6 +96,14 @@ class Fused(Classifier):
         return torch.optim.AdamW(self.parameters(), self.lr, fused=True)
 
 
+class Frozen(Classifier):
+    """Replicas are sent trained weights after any training step, but not frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
 class Swaps(Callback):
     """Validates with other weights, and writes them where no version counts it."""
 
@@ -113,8 +121,8 @@ class Swaps(Callback):
 RUNS: dict[str, tuple[Any, str, Callable[[], dict[str, Any]]]] = {
     "that a fused optimizer has written": (Fused, "step", dict),
     **{
-        f"that a callback puts back after a validation in mid-epoch, {mode}": (
-            Classifier,
+        f"that a callback swaps for a validation in mid-epoch, {mode}": (
+            Frozen,
             mode,
             lambda: {"callbacks": [Swaps()], "val_check_interval": 1, "accumulate_grad_batches": 3},
         )

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from support.oracle import EPOCHS, Classifier, assert_equal_trees, assert_same, loader, run, trainer
 from torch import Tensor, nn
@@ -21,11 +19,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.scatter.shards import Shards
-from lightning_dp.state import Merge, copied
+from lightning_dp.state import copied
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
-CPU = torch.device("cpu")
 
 Change = Callable[[Any, Any, Tensor, Tensor, int], Any]
 """From what is there, ids, losses and labels of the samples and the batch's number to what is
@@ -65,7 +61,6 @@ def in_dict(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
 JOINED: dict[str, tuple[Callable[[], Any], Change]] = {
     "tensors": (list, lambda kept, ids, losses, y, i: kept.append(losses)),
     "means": (list, lambda kept, ids, losses, y, i: kept.append({"m": losses.mean(), "i": i})),
-    "labels": (list, lambda kept, ids, losses, y, i: kept.extend(y.tolist())),
     "numbers": (list, lambda kept, ids, losses, y, i: kept.extend(losses.tolist())),
     "arrays": (list, lambda kept, ids, losses, y, i: kept.append(losses.cpu().numpy())),
     "pairs": (
@@ -193,38 +188,6 @@ def test_what_is_not_one_devices_is_named_once(case: str, on: str) -> None:
     name = f"Keeping.kept{[*NAMED].index(case)}"
     found = [line for line in told if re.search(rf"{name}\b.* to different values", line)]
     assert len(found) == 1, told
-
-
-SIZES = (3, 0, 2, 1)
-Step = Callable[[Any, Tensor], Any]
-APPEND: Step = lambda items, x: items.append(x)
-EXTEND: Step = lambda items, x: items.extend(x)
-NOTHING: Step = lambda items, x: None
-
-
-def samples(n: int) -> Tensor:
-    return torch.arange(2.0 * n).reshape(n, 2)
-
-
-@given(
-    st.lists(st.sampled_from([APPEND, EXTEND, NOTHING]), max_size=6),
-    st.sampled_from([list, deque]),
-    st.sampled_from([SIZES, (0, 4, 2), (6,), (0, 1), (2, 3)]),
-)
-def test_any_appends_leave_what_one_device_has(
-    steps: list[Step], make: Callable[[Any], Any], sizes: tuple[int, ...]
-) -> None:
-    several, one = make(["old", "older"]), make(["old", "older"])
-    for step in steps:
-        before, merge = copied(several), Merge(CPU)
-        merge.begin(Shards(sizes, []))
-        after = [several if k == 0 else copied(before) for k, n in enumerate(sizes) if n]
-        parts = [part for part in samples(sum(sizes)).split(sizes) if len(part)]
-        for container, part in zip(after, parts, strict=True):
-            step(container, part)
-        assert not list(merge.into((0, "own"), [before] * len(after), after, several))
-        step(one, samples(sum(sizes)))
-        assert plain(several) == plain(one)
 
 
 class Attributes(Classifier):

@@ -35,7 +35,7 @@ class AutoMode(Mode):
     """Runs each step in another mode, or on the root alone where that takes less time.
 
     A step's time is from its batch to the next one of the stage, so the optimizer's step and what
-    user code does in between are in it. Micro-batches of one optimizer's step are one step here.
+    user code does in between are in it.
 
     Args:
         mode: the other mode.
@@ -56,8 +56,6 @@ class AutoMode(Mode):
         # Of the latest batch:
         self.is_alone = False  # its step is the root's, without the engine
         self._step, self._num_samples = "", 0
-        self._accumulates = False  # the optimizer waits after its step for a later one
-        self._num_batches = 0  # since the optimizer's step before
         self._timer: DeviceTimer | None = None  # if its time is wanted
 
     @override
@@ -66,15 +64,11 @@ class AutoMode(Mode):
         stage = self._trainer.state.stage
         step = "" if stage is None else _STEPS.get(stage.value, "")
         n = 0 if step in self._to_check else self._count(batch)
-        if self._accumulates and step == self._step and n:
-            self._num_batches += 1
-        else:
-            if self._timer is not None and step == self._step and n:
-                self._timer.end()
-                self._timer.wait()  # a few steps of each round are timed
-                self._split.end(self._timer.device_seconds / self._num_batches)
-            self._timer = self._begin(step, n)
-            self._num_batches = 1
+        if self._timer is not None and step == self._step and n:
+            self._timer.end()
+            self._timer.wait()  # a few steps of each round are timed
+            self._split.end(self._timer.device_seconds)
+        self._timer = self._begin(step, n)
         self._step, self._num_samples, self.dataloader_idx = step, n, dataloader_idx
         is_one = bool(n and step and self._split.num_devices == 1)
         was_alone, self.is_alone = self.is_alone, is_one and self._can_be_alone
@@ -110,7 +104,6 @@ class AutoMode(Mode):
     @override
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs the step in the other mode, or as it is."""
-        self._accumulates = self.engine.accumulating
         if not self.is_alone:
             return self._mode.step(method, batch, args)
         n = self._num_samples

@@ -5,8 +5,7 @@ A mode runs the batches and steps of the loop, see `modes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -31,7 +30,6 @@ from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
 from lightning_dp.modes import ForwardMode, Mode, StepMode, has_user_hooks, why_forward_mode
 from lightning_dp.parallel.checks import check_choice, check_names, expected
-from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
 from lightning_dp.parallel.gather import Override, without_rows
 from lightning_dp.parallel.split import (
@@ -428,15 +426,6 @@ class DataParallelMixin(CheckpointMixin):
         closure_loss = plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        """While it lasts, the optimizer waits for a later backward."""
-        engine = None if self._mode is None else self._mode.engine
-        blocked = nullcontext() if engine is None else replaced(engine, accumulating=True)
-        with super().block_backward_sync(), blocked:
-            yield
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,8 @@ def read(path: str | Path, *, map_location: Any = None, weights_only: bool | Non
 def write(content: Any, path: Path) -> None:
     """Writes what `torch.save` writes; a crash leaves the old file.
 
-    A temporary file in the same folder is flushed to the disk before it replaces the old one. A
-    symbolic link's target is replaced; permissions stay.
+    A temporary file in the same folder is flushed to the disk before it replaces the old one, or a
+    symbolic link's target.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
@@ -116,8 +115,6 @@ def write(content: Any, path: Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        if target.exists():
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

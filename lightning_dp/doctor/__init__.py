@@ -1,6 +1,6 @@
 """Doctor: do this machine's devices together compute what one of them computes?
 
-Decided here: eight `laws` that several devices keep, and the `report` of ``doctor`` and ``env``.
+Decided here: six `laws` that several devices keep, and the `report` of ``doctor`` and ``env``.
 """
 
 from lightning_dp.doctor.report import env as env

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -14,7 +13,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--devices", metavar="WHICH", help="a number such as 4, or cuda:0,cuda:1")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report there")
     options = parser.parse_args(arguments)
     try:
         devices = devices_named(options.devices)
@@ -106,12 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = examine(devices)
+            return 0 if examine(devices) else 1
     finally:
         logging.disable(logging.NOTSET)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if report["healthy"] else 1
 
 
 def devices_named(text: str | None) -> list[torch.device]:
@@ -128,14 +122,13 @@ def devices_named(text: str | None) -> list[torch.device]:
     return devices
 
 
-def examine(devices: Devices) -> dict[str, Any]:
-    """Prints the report, and returns it as it is written to a file."""
-    facts, names = environment(), machine.replica_names(devices)
-    print_facts(facts)
+def examine(devices: Devices) -> bool:
+    """Prints the report; returns whether the devices are healthy."""
+    names, found = machine.replica_names(devices), list[str]()
+    print_facts(environment())
     print(f"\nlaws on {', '.join(names)}")
     if {device.type for device in devices} == {"cpu"}:
         print("(replicas that share the CPU: this says nothing about GPUs)")
-    verdicts: dict[str, dict[str, str]] = {}
     for name, law in laws.LAWS.items():
         print(f"  {name:23}", end="", flush=True)
         try:
@@ -145,16 +138,15 @@ def examine(devices: Devices) -> dict[str, Any]:
         except Exception as error:  # whatever it is, the law does not hold
             said = [f"{type(error).__name__}:", str(error), *getattr(error, "__notes__", ())]
             verdict, remark = "FAILS", " ".join(said).removeprefix("AssertionError: ")
-        verdicts[name] = {"verdict": verdict, "remark": remark}
+        found.append(verdict)
         print(f"{verdict:9}{' '.join(remark.split())}")
-    found = [law["verdict"] for law in verdicts.values()]
     healthy = "FAILS" not in found and "holds" in found
     timing = time_steps(devices) if healthy else {}
     for way, ms in timing.items():
         print(f"{way:12}{ms:9.1f} ms per step   ratio {ms / timing['one device']:.2f}")
     verdict = "Healthy" if healthy else "NOT HEALTHY"
     print(f"{verdict}: {found.count('holds')} of {len(found)} laws hold on {', '.join(names)}.")
-    return dict(healthy=healthy, devices=names, environment=facts, laws=verdicts, timing=timing)
+    return healthy
 
 
 def time_steps(devices: Devices) -> dict[str, float]:

@@ -114,7 +114,6 @@ class Call(ABC):
         *,
         split: bool = False,
         shard: int | None = None,
-        cut_late: bool = False,
         seed: int = 0,
         perturbed: tuple[float, int] | None = None,
         norms_off: bool = False,
@@ -125,7 +124,6 @@ class Call(ABC):
         Args:
             split: over the devices; else on the root alone.
             shard: which shard the root gets alone; None for the whole small batch.
-            cut_late: the shard is cut from the whole batch after its transfer, not before.
             seed: of the random generators.
             perturbed: rounding errors by which parameters are moved: their size, and a seed.
             norms_off: batch norm uses its running statistics.
@@ -154,9 +152,6 @@ class Call(ABC):
                 layer.training = False
             with draws if constant_draws else nullcontext(), self._recording() as values:
                 batch, call = tree.map_leaves(copied, self._batch), self.on_replicas()
-                if cut_late:
-                    batch = call.transfer(batch, engine.devices[0])
-                    call.transfer = lambda batch, device: batch
                 if shard is not None:
                     batch = engine.cut(batch, sizes)[shard]
                 engine.resync()

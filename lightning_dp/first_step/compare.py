@@ -73,7 +73,6 @@ class Comparison:
             self._switch_norms_off,
             self._take_chance_away,
             self._perturb,
-            self._cut_after_transfer,
             self._weigh_shards,
             self._name_values,
         ):
@@ -162,14 +161,6 @@ class Comparison:
         moved = (self._run(perturbed=(self._eps, i)) for i in (1, 2, 3))
         self._keep_beyond(moved, _ROUNDING_FACTOR)
 
-    def _cut_after_transfer(self) -> None:
-        """Compares a shard cut after the transfer of the whole batch with one cut before it."""
-        keys = self._keys("loss", "gradient", "log", "output")
-        if keys and self._call.reports_loss:
-            late = self._run(shard=self._call.active[0], cut_late=True)
-            if differing(self._shards[0], late, self._eps).keys() & {*keys}:
-                self._name("transfer hook")
-
     def _weigh_shards(self) -> None:
         """Names a cause for a loss or gradients that differ."""
         if not self._keys("loss", "gradient"):
@@ -180,7 +171,7 @@ class Comparison:
             self._name("made in step", _listed(made))
         elif self._call.reports_loss:
             cause, *names = self._weights()
-            if cause and not (cause == "whole batch" and "transfer hook" in self._causes):
+            if cause:
                 self._name(cause, *names)
         elif not self._keys("output"):
             self._name("output", "The backward of forward", sentence="forward")
@@ -225,7 +216,7 @@ class Comparison:
         """Names a cause for each kind of other values that differ."""
         for kind in NAMES:
             keys = self._keys(kind)
-            if kind == "log" and self._causes.keys() & {"whole batch", "transfer hook"}:
+            if kind == "log" and "whole batch" in self._causes:
                 # A loss that is logged as well has its cause already.
                 alone, eps = self._alone, self._eps
                 keys = [key for key in keys if distance(alone.get(LOSS), alone.get(key), eps)]
@@ -233,15 +224,12 @@ class Comparison:
                 continue
             if kind != "output":
                 cause = "logged value" if kind == "log" else kind
-                self._name(cause, _listed([key.name for key in keys]))
+                in_forward = kind == "buffer" and not self._call.reports_loss
+                sentence = "buffer in forward" if in_forward else cause
+                self._name(cause, _listed([key.name for key in keys]), sentence=sentence)
                 continue
-            names = _listed([f"output{key.name}" for key in keys])
-            if not self._call.reports_loss:
-                self._name("output", names, sentence="forward")
-            else:
-                both = self._alone, self._split
-                shapes = [[getattr(of.get(key), "shape", ()) for key in keys] for of in both]
-                self._name("output" if shapes[0] == shapes[1] else "shapes", names)
+            sentence = "output" if self._call.reports_loss else "forward"
+            self._name("output", _listed([f"output{key.name}" for key in keys]), sentence=sentence)
         if not self._causes.keys() - {*KNOWN}:
             self._name("replicas")
 

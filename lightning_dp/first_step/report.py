@@ -63,10 +63,6 @@ WHY = {
     "made in step": (
         "Every replica makes parameters of its own ({}). Make them in __init__ or configure_model."
     ),
-    "transfer hook": (
-        "on_after_batch_transfer or transfer_batch_to_device looks at more than one sample, and "
-        "sees each shard alone. Do that in on_before_batch_transfer, which has the whole batch."
-    ),
     "sum": 'The loss is a sum over samples, not a mean: use loss_reduction="sum".',
     "mean": 'The loss is a mean over samples: leave out loss_reduction="sum", or num_items.',
     "items": (
@@ -75,8 +71,9 @@ WHY = {
         '{{"loss": loss, "num_items": n}}, with the number n of what it is a mean over.'
     ),
     "whole batch": (
-        "The loss is not a mean over samples. It looks at the whole batch at once (as Dice, "
-        'contrastive and triplet losses and mixup do) or depends on its size: use mode="forward".'
+        "The loss is not a mean over samples. It, or a transfer hook, looks at the whole batch at "
+        "once (as Dice, contrastive and triplet losses and mixup do) or depends on its size: use "
+        'mode="forward".'
     ),
     "forward": (
         "{} looks at more than one sample at a time, or is not one row per sample. Compute it from "
@@ -87,12 +84,9 @@ WHY = {
         'self.log(..., reduce_fx="sum") for a sum, or batch_size=n for a mean over n items.'
     ),
     "output": (
-        "{} is not one row per sample, or looks at other samples of the batch. Return rows, say "
-        'how they are joined by gather_overrides={{"name": "cat"}}, or use mode="forward".'
-    ),
-    "shapes": (
-        "{} has a shape that depends on the other samples of a shard (padded to the longest, say). "
-        "Pad to a fixed length, or return one item per sample in a list."
+        "{} is not one row per sample, or depends on other samples of the batch (padded to the "
+        "longest, say). Return rows, or one item per sample in a list, say how outputs are joined "
+        'by gather_overrides={{"name": "cat"}}, or use mode="forward".'
     ),
     "list": (
         "The items that the step leaves in {} are not rows or means over samples. Append rows, or "
@@ -106,6 +100,10 @@ WHY = {
     "buffer": (
         "Buffers that the step writes ({}) keep what the first replica left. Write what follows "
         'from the whole batch (self.all_gather), or use buffers="mean" or mode="forward".'
+    ),
+    "buffer in forward": (
+        "Buffers that forward writes ({}) keep what the first replica left. Write what follows "
+        'from the whole batch outside of forward, from what it returns, or use buffers="mean".'
     ),
     **dict.fromkeys(("parameter", "state", "logger"), _SHARED),
     "replicas": (

@@ -127,7 +127,6 @@ class Engine:
         asked: the module whose `batch_size`, `split_batch` and `sample_cost` are called.
         last_sizes: samples per device in the latest `apply`.
         usage: what each replica has done in training.
-        accumulating: whether the optimizer waits for a later backward.
         before_replica: called before each replica's call.
         is_rerun: whether the step runs again because its backward ran out of memory; what replicas
             then log or write to attributes is undone: the first run's stays.
@@ -135,7 +134,7 @@ class Engine:
 
     expects_samples: ClassVar[bool] = False  # warns of a batch that has nothing to cut
     frozen_may_change = True  # code between steps may write to parameters that are not trained
-    accumulating = is_rerun = False
+    is_rerun = False
     last_sizes: Sizes = ()
     before_replica: Callable[[], object] | None = None
 

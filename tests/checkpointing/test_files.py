@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,13 +275,12 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="links and permissions of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
 def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "t", tmp_path / "link"
     target.write_bytes(b"old")
-    target.chmod(0o640)
     link.symlink_to(Path("far") / "t")  # relative, as people make them
     save(link, 1)
     assert link.is_symlink() and not target.is_symlink()
-    assert read(link)["n"] == 1 and stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert read(link)["n"] == 1

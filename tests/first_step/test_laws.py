@@ -373,8 +373,6 @@ TRAINING: dict[Cause, dict[str, type[Any] | tuple[type[Any], dict[str, Any]]]] =
     "whole batch": {
         "contrastive": Contrastive,
         "mixup in the step": variant(training_step=mixed_in_step),
-    },
-    "transfer hook": {
         "mixup after the transfer": variant(on_after_batch_transfer=mixed),
     },
     "batch norm": {
@@ -415,8 +413,8 @@ EVALUATION: dict[Cause, dict[str, tuple[str, type[Any]]]] = {
     },
     "output": {
         "centred": ("predict_step", predicts(lambda self, x: self(x) - self(x).mean(0))),
+        "padded": ("predict_step", predicts(padded)),
     },
-    "shapes": {"padded": ("predict_step", predicts(padded))},
     "buffer": {
         "confusion in validation": ("validation_step", counting(False)),
     },

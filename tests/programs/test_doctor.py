@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,19 +80,13 @@ def equal_weights(_: Any) -> Any:
     return lambda sizes, *_: [1 / len(sizes)] * len(sizes)
 
 
-def prefixed(state_dict: Any) -> Any:
-    return lambda net: {f"module.{key}": value for key, value in state_dict(net).items()}
-
-
 BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "copies are exact": (laws, "scatter", off_by_one),
     "one float64 step": (step, "loss_weights", equal_weights),
     "ten float32 steps": (Engine, "backward", off_gradients),
-    "one bf16 step": (step, "loss_weights", equal_weights),
     "uneven batches": (step, "loss_weights", equal_weights),
     "forward mode": (DataParallel, "forward", lambda own: lambda net, x: own(net, x).roll(1, 0)),
     "out of memory": (Engine, "run", leaves_gradients),
-    "checkpoint round trip": (DataParallel, "state_dict", prefixed),
 }
 
 
@@ -114,10 +107,9 @@ def test_a_law_of_the_doctor_fails_where_what_it_proves_is_broken(
 # --- the report -----------------------------------------------------------------------------------
 
 
-def test_a_sound_machine_is_healthy_and_a_file_is_written_on_demand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_sound_machine_is_healthy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(laws, "LAWS", EASY)
     monkeypatch.setattr(report, "STEPS", 1)
     monkeypatch.setattr(report, "ROUNDS", 2)
@@ -128,11 +120,6 @@ def test_a_sound_machine_is_healthy_and_a_file_is_written_on_demand(
     for way in ("one device", "2 devices"):
         (line,) = [line for line in printed.splitlines() if line.startswith(way)]
         assert "ms per step" in line and "ratio" in line
-    assert not list(tmp_path.iterdir())
-    assert run("--json", "doctor.json", capsys=capsys)[0] == 0
-    written = json.loads((tmp_path / "doctor.json").read_text())
-    assert written["healthy"] and written["laws"]["one float64 step"]["verdict"] == "holds"
-    assert written["environment"]["lightning-dp"] == __version__ and written["timing"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from lightning_dp.lightning_private import own_device
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
+from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
 from lightning_dp.parallel.torch_private import is_profiling
 from lightning_dp.recording import StepRecorder, is_metric
 from lightning_dp.state import warn_of_step
@@ -77,14 +77,7 @@ class Mode(ABC):
 
 
 class StepMode(Mode):
-    """Runs each step in every replica; its engine is a `StepParallel`.
-
-    Args:
-        module, devices, transfer: as for every mode.
-        output_device: where loss, logs and outputs end up.
-        world: the processes that train together; None if this is the only one.
-        options: of the engine, see `StepParallel`.
-    """
+    """Runs each step in every replica; its engine, a `StepParallel`, takes the other options."""
 
     def __init__(
         self,
@@ -135,13 +128,7 @@ class StepMode(Mode):
         transfer = partial(self.transfer, dataloader_idx=self.dataloader_idx)
         call = (TrainingStep if training else EvaluationStep)(self.engine, method, args, transfer)
         self._batch, self._call = batch, None
-        try:
-            output = self.engine.run(call, batch, shards)
-        except NoLossError as error:
-            # Lightning raises its own error for most outputs that are no loss.
-            loop = self.module.trainer.fit_loop.epoch_loop.automatic_optimization
-            loop.output_result_cls.from_training_step_output(error.output)
-            raise
+        output = self.engine.run(call, batch, shards)
         self._call = call
         return output
 
@@ -157,13 +144,9 @@ class StepMode(Mode):
 
 
 class ForwardMode(Mode):
-    """Runs each step once, with the whole batch; its engine is a `ForwardParallel`.
+    """Runs each step once, with the whole batch, on the output device.
 
-    Args:
-        module, devices, transfer: as for every mode.
-        output_device: where the batch and the step's own computations are.
-        move_batch: whether the batch is brought there, or stays where the DataLoader left it.
-        options: of the engine, see `Engine`.
+    Its engine, a `ForwardParallel`, takes the other options.
     """
 
     def __init__(

@@ -272,13 +272,8 @@ class StepRecorder:
 
     After the step the calls of all replicas are merged, and made once on the main thread, on the
     user's module. With several processes those of all ranks are, on every rank; a rank without
-    samples replays what the others recorded.
-
-    Args:
-        module: the user's module.
-        devices: the replicas', root first.
-        output_device: where logged values, and items of lists, end up.
-        world: the processes that train together; None if this is the only one.
+    samples replays what the others recorded. Logged values and items of lists end up on the output
+    device.
     """
 
     def __init__(

@@ -250,8 +250,7 @@ def _new_items(before: Any, after: Any) -> list[Any] | None:
 class Merge:
     """Brings what the replicas did to their containers in a step into the root's.
 
-    Args:
-        output_device: where items end up.
+    Items end up on the output device.
     """
 
     def __init__(self, output_device: torch.device) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_dp.checkpointing import files
 from lightning_dp.checkpointing.io import add_prefix, as_lightnings, rename_weights, strip
-from lightning_dp.checkpointing.state_keys import match_keys, without_outer
+from lightning_dp.checkpointing.state_keys import without_outer
 from lightning_dp.table import OneLineParser, table
 
 DESCRIPTION = """\
@@ -23,7 +23,6 @@ alone. Without an option that renames, keys stay as they are.
 def convert(options: Namespace) -> None:
     """Converts a file as the options of the command line say, after showing what is renamed."""
     source, target = options.source, options.target
-    weights_only = False if options.unsafe else None
     if target.suffix.lower() == ".safetensors":
         raise ValueError(
             f"DST: expected a file of torch (.pt) or Lightning (.ckpt), got {str(target)!r}. "
@@ -34,7 +33,7 @@ def convert(options: Namespace) -> None:
             f"DST: expected a new file, got {str(target)!r}, which exists. Give another name, or "
             "--force to replace it."
         )
-    content = loaded = files.read(source, weights_only=weights_only)
+    content = loaded = files.read(source, weights_only=False if options.unsafe else None)
     before = files.weights_in(loaded, source)
     if options.strip:
         content = strip(loaded)
@@ -42,13 +41,6 @@ def convert(options: Namespace) -> None:
             content = rename_weights(loaded, without_outer(before))
     elif options.add:
         content = add_prefix(loaded)
-    elif options.like:
-        like = files.read(options.like, weights_only=weights_only)
-        reference = files.weights_in(like, options.like)
-        try:
-            content = rename_weights(loaded, match_keys(before, reference, strict=True))
-        except ValueError as error:
-            raise ValueError(f"--like {options.like}: {error}") from error
     weights = files.weights_in(content, source)
     pairs = [(old, new) for old, new in zip(before, weights, strict=True) if old != new]
     if pairs:
@@ -75,8 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "take away the wrappers around all keys (module., _orig_mod., ...)"
     names.add_argument("--strip", action="store_true", help=text)
     names.add_argument("--add", action="store_true", help="put module. before every key")
-    text = "take the keys of this file, which differ in prefixes of wrappers only"
-    names.add_argument("--like", metavar="REFERENCE", type=Path, help=text)
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
     text = "run the code that pickles in these files ask for: only if you trust them"
     parser.add_argument("--unsafe", action="store_true", help=text)

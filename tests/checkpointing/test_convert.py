@@ -35,11 +35,9 @@ def files(tmp_path: Path) -> Path:
     torch.save(wrapped, tmp_path / "old.pt")
     torch.save({"state_dict": wrapped, "pytorch-lightning_version": "2"}, tmp_path / "old.ckpt")
     torch.save(net().state_dict(), tmp_path / "clean.pt")
-    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "names.pt")
     content = {"model": wrapped, "epoch": 3, "ema": {"module.w": torch.ones(2)}}
     torch.save(content, tmp_path / "script.pth")
     torch.save({"model": net().state_dict(), "options": nn.Linear(1, 1)}, tmp_path / "code.pt")
-    torch.save({**wrapped, "0.weight": torch.ones(4, 3)}, tmp_path / "both.pt")
     (tmp_path / "empty.pt").touch()
     return tmp_path
 
@@ -54,8 +52,6 @@ def files(tmp_path: Path) -> Path:
         ("old.ckpt new.ckpt --strip", True),
         ("old.pt new.ckpt", False),
         ("clean.pt new.pt --add", False),
-        ("old.pt new.pt --like clean.pt", True),
-        ("clean.pt new.pt --like old.pt", False),
     ],
 )
 def test_renaming_and_formats(
@@ -117,8 +113,6 @@ def test_trainers_checkpoints_are_resumed_from_after_a_conversion(tmp_path: Path
     ("arguments", "message"),
     [
         ("code.pt new.pt", "with code in it, of which nothing was run"),
-        ("both.pt new.pt --like clean.pt", "for both 'module.0.weight' and '0.weight'"),
-        ("old.pt new.pt --like names.pt", r"--like .*names\.pt: .*got 9 of 9 that fit none .*0\.w"),
         ("none.pt new.pt", r"No such file or directory: .*none\.pt"),
         ("old.pt new.SAFETENSORS", r"DST: expected .*safetensors\.torch\.save_file"),
         ("empty.pt new.pt", r"empty\.pt: expected .* got a file that begins with b''"),

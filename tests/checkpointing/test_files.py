@@ -16,7 +16,6 @@ from support.oracle import assert_equal_trees, loader, trainer
 from torch import Tensor, nn
 
 from lightning_dp import ModulePrefixCheckpointIO
-from lightning_dp.checkpointing.convert import main
 from lightning_dp.checkpointing.files import load_weights, read
 
 EXACT = {"atol": 0.0, "rtol": 0.0}
@@ -118,21 +117,11 @@ def into_our_strategy(net: Net, path: Path) -> None:
     trainer(2).validate(Holder(net), loader(), ckpt_path=path, verbose=False)
 
 
-def through_the_converter(net: Net, path: Path) -> None:
-    """For plain Lightning, which asks no CheckpointIO here."""
-    reference, target = path.with_name("reference.pt"), path.with_name("converted.ckpt")
-    torch.save(Holder().state_dict(), reference)
-    assert main([str(path), str(target), "--like", str(reference)]) == 0
-    loaded = Holder.load_from_checkpoint(target)
-    net.load_state_dict(loaded.net.state_dict())
-
-
 TARGETS: dict[str, Callable[[Net, Path], Any]] = {
     "bare module": into(lambda net: net),
     "nn.DataParallel": into(nn.DataParallel),
     "torch.compile of nn.DataParallel": into(lambda net: compiled(nn.DataParallel(net))),
     "a LightningModule with a compiled net": into(lambda net: Holder(compiled(net))),
-    "load_from_checkpoint": through_the_converter,
     "our strategy": into_our_strategy,
 }
 

@@ -200,7 +200,6 @@ def _named(value: Any) -> str:
         (doctor, "--devices=cpu,cpu:9", ("--devices[1]", "'cpu:9'")),
         (convert, "text.ckpt new.ckpt", ("text.ckpt", "b'hello'")),
         (convert, "a.pt text.ckpt", ("DST", "text.ckpt", "--force")),
-        (convert, "a.pt new.pt --like b.pt", ("--like", "b.pt", "['a']")),
     ],
     ids=_named,
 )

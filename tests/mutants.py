@@ -132,7 +132,7 @@ MUTANTS = {
         "weights that a callback writes through .data reach the replicas",
         (
             "tests/replicas/test_latest_weights.py",
-            "tests/same_numbers/test_callbacks.py",
+            TRAINER,
             "tests/replicas/test_changes_between_steps.py",
         ),
     ),
@@ -148,7 +148,7 @@ MUTANTS = {
         "stale = bound | written | toggled",
         "stale = bound | written",
         "weights that were frozen are sent when they are trained",
-        ("tests/replicas/test_latest_weights.py", "tests/same_numbers/test_callbacks.py"),
+        ("tests/replicas/test_latest_weights.py", TRAINER),
     ),
     "replicate/structure-not-followed": Mutant(
         _of("replicate.structure:ModuleStructure.__init__"),
@@ -176,7 +176,7 @@ MUTANTS = {
         "requires_grad=root.requires_grad",
         "requires_grad=True",
         "a frozen parameter has no gradient",
-        ("tests/replicas", "tests/same_numbers/test_callbacks.py", CONFORMS),
+        ("tests/replicas", TRAINER, CONFORMS),
     ),
     "replicate/buffers-not-sent": Mutant(
         _of("reduce.reducer:Reducer.begin_step"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -319,21 +318,6 @@ def test_the_error_of_a_replica_ends_the_others_and_arrives_as_it_is(
         assert caught.value is raised and sorted(ended) == [1, 2, 3]
         note = f"replica {k} on {names_of(3)[k]}"
         assert note in str(getattr(raised, "__notes__", raised.args))
-
-
-@on_cpu
-def test_in_order_replicas_take_turns_from_meeting_to_meeting() -> None:
-    turns: list[tuple[int, int]] = []
-
-    def step(net: nn.Module, x: Tensor) -> None:
-        for i in range(3):
-            turns.append((i, len(x)))
-            time.sleep(0.001)
-            turns.append((i, len(x)))
-            collectives.barrier()
-
-    evaluated(step, (3, 2, 1), "inorder")
-    assert turns == [(i, n) for i in range(3) for n in (3, 3, 2, 2, 1, 1)]
 
 
 @pytest.mark.on("sim", "multigpu")

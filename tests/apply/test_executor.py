@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from lightning_dp.parallel.apply import (
     collectives,
     worker,
 )
-from lightning_dp.parallel.apply import executor as executor_module
 from lightning_dp.parallel.comm import streams
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
@@ -210,14 +208,6 @@ def test_a_replica_that_waits_too_long_says_who_has_not_come(
         release.set()
         assert executor.run("work", tasks_of(int, int)) == [0, 0]
     assert soon(lambda: not [t for t in threading.enumerate() if t.name.startswith("dp-")])
-
-
-@on_cpu
-def test_no_garbage_is_collected_while_replicas_run_in_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(executor_module, "COLLECTS_ANYWHERE", True)
-    assert run(gc.isenabled, gc.isenabled) == [False, False] and gc.isenabled()
 
 
 # executor="auto"

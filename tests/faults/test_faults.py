@@ -7,9 +7,11 @@ the numbers of one device.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -20,14 +22,14 @@ import torch
 from lightning.pytorch import Callback
 from support import oracle
 from support.forward_twins import said
-from support.oracle import Classifier, loader
-from support.waiting import not_kept, thread_state, threads_left
+from support.oracle import Classifier, assert_equal_trees, devices_of, loader, names_of
+from support.waiting import not_kept, soon, thread_state, threads_left
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.apply import Executor, Task, collectives
+from lightning_dp.parallel.apply import Calls, Executor, Task, collectives, worker
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.reduce import Reducer
 from lightning_dp.parallel.replicate import Replicas
@@ -244,8 +246,7 @@ def test_an_error_in_any_stage_leaves_nothing_behind(
 
 @pytest.mark.parametrize("on", ["cpu"], indirect=True)
 def test_an_interrupt_at_any_moment_waits_for_the_tasks_and_for_nothing_else() -> None:
-    devices = [torch.device("cpu")] * 3
-    executor = Executor(devices, "threads")
+    executor = Executor(devices_of(3), "threads")
     delays = random.Random(0)
     running: set[int] = set()
 
@@ -258,9 +259,111 @@ def test_an_interrupt_at_any_moment_waits_for_the_tasks_and_for_nothing_else() -
 
     for _ in range(100):
         calls = [partial(work, k, delays.choice([0, 1e-5, 1e-4, 1e-3])) for k in range(3)]
-        tasks = [Task(k, device, calls[k]) for k, device in enumerate(devices)]
         with pytest.raises(KeyboardInterrupt):
-            executor.run("work", tasks)
+            executor.run("work", tasks_of(*calls))
             time.sleep(1)  # it may come after the last task has ended
         assert not running
     executor.close()
+
+
+# Replicas that do not end
+
+
+class Trap:
+    """Where replica 1 gets stuck, once, after it has pressed Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.is_set = True
+        self.thread: threading.Thread | None = None
+        self.release = threading.Event()
+
+    def hold(self, *, in_python: bool = False) -> None:
+        """For good; one that is stuck in Python can be ended, once it has been left behind."""
+        if self.is_set and threading.current_thread().name == "dp-replica-1":
+            self.is_set, self.thread = False, threading.current_thread()
+            os.kill(os.getpid(), signal.SIGINT)
+            while in_python and not self.release.is_set():
+                pass
+            self.release.wait()  # stuck
+
+
+@pytest.fixture
+def trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)
+    others, trap = set(threading.enumerate()), Trap()
+    yield trap
+    trap.release.set()
+    # On a busy machine the replicas beside it have been left behind, too.
+    assert soon(lambda: trap.thread is None or not set(threading.enumerate()) - others)
+
+
+def tasks_of(*calls: Callable[[], Any]) -> list[Task]:
+    devices = devices_of(len(calls))
+    return [Task(k, devices[k], call, lambda: ", forward") for k, call in enumerate(calls)]
+
+
+def named(caplog: Any) -> str:
+    """What was said of replica 1; on a busy machine others may take long, too."""
+    texts = [r.getMessage() for r in caplog.records if r.name == "lightning_dp"]
+    (text,) = [text for text in texts if "replica 1 " in text or "replica-1 " in text]
+    return text
+
+
+def test_a_replica_that_is_stuck_in_python_is_named_and_ended(trap: Trap, caplog: Any) -> None:
+    executor = Executor(devices_of(2), "threads")
+    with pytest.raises(KeyboardInterrupt):
+        executor.run("work", tasks_of(int, partial(trap.hold, in_python=True)))
+    executor.close()
+    assert f"replica 1 on {names_of(2)[1]}, forward" in named(caplog)
+    assert soon(lambda: not trap.thread.is_alive()) and not trap.release.is_set()
+
+
+def test_a_second_interrupt_is_raised_at_once(
+    trap: Trap, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 1e6)
+    executor, calls = Executor(devices_of(2), "threads"), Calls()
+
+    def press_again() -> None:
+        if soon(lambda: calls.broken is not None):
+            monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)  # of `close`
+            os.kill(os.getpid(), signal.SIGINT)
+
+    finger = threading.Thread(target=press_again)
+    finger.start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.run("work", tasks_of(int, trap.hold), calls)
+    executor.close()
+    finger.join()
+    assert named(caplog)
+
+
+class Stuck(Classifier):
+    """Replica 1 gets stuck; where replicas meet, they have workers in order too."""
+
+    trap: Trap | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.trainer.strategy.barrier()
+        if self.trap is not None:
+            self.trap.hold()
+        return self.net(x)
+
+
+@pytest.mark.parametrize(("mode", "executor"), [("forward", "threads"), ("step", "inorder")])
+def test_a_fit_with_a_stuck_replica_ends_and_another_one_is_right(
+    mode: str, executor: str, trap: Trap, caplog: Any
+) -> None:
+    caplog.set_level(logging.WARNING, "lightning_dp")
+
+    def trained(devices: int = K) -> dict[str, Any]:
+        torch.manual_seed(0)
+        module = Stuck()
+        module.trap = trap
+        fit(module, devices, mode=mode, executor=executor)
+        return module.state_dict()
+
+    with pytest.raises(SystemExit):  # Lightning's way to end a run that was interrupted
+        trained()
+    assert "self.release.wait()  # stuck" in named(caplog)
+    assert_equal_trees(trained(), trained(1), "state", atol=1e-10, rtol=0.0)

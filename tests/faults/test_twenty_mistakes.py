@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_dp import DataParallel, DataParallelStrategy, doctor
 from lightning_dp.app.jobs import evaluate, train
 from lightning_dp.app.run import as_program
-from lightning_dp.checkpointing import convert, load_weights
+from lightning_dp.checkpointing import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
@@ -226,10 +226,3 @@ def test_an_option_that_is_not_there_is_one_line(program: ModuleType, capsys: An
     assert stop.value.code == 2
     text = capsys.readouterr().err
     assert re.fullmatch(r"error: .*--help lists all options\.\n", text), text
-
-
-def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "x.ckpt").write_text("hello")
-    with pytest.raises(ValueError) as caught:
-        load_weights(Classifier(), tmp_path / "x.ckpt")
-    one_line(str(caught.value), "x.ckpt", "b'hello'")

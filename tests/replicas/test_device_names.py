@@ -27,12 +27,6 @@ def test_ids_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
             use()
 
 
-@pytest.mark.parametrize("given", [[], "cuda:0", 3, [True], ["cuda:-1"], [-1], ["gpu"], ["cpu:1"]])
-def test_what_is_no_list_of_devices_says_so(given: object) -> None:
-    with pytest.raises(ValueError, match=r"devices.*: expected .*, got "):
-        resolve_devices(given)
-
-
 def test_a_machine_without_accelerator_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerator_type", lambda: None)
     with pytest.raises(ValueError, match=r"device_ids\[0\].*no accelerator.*\['cpu'\] \* K"):

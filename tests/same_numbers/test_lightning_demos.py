@@ -118,25 +118,3 @@ def test_demo_data_modules(kind: Any) -> None:
 
     torch.set_default_dtype(torch.float64)
     assert_as_one_device(results)
-
-
-def test_iterable_demo_data_come_from_two_loaders_at_once() -> None:
-    class OfTwo(boring.BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def step(self, batch: list[Tensor]) -> Tensor:
-            return self.loss(self(batch[0] - batch[1]))
-
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
-            self.log("val", self.loss(self(batch)))
-
-    def results(k: int) -> Any:
-        module = OfTwo()
-        job = oracle.trainer(k, "auto" if k == 1 else "dp_custom", max_epochs=1)
-        job.fit(module, datamodule=boring.IterableBoringDataModule())
-        return module.state_dict(), dict(job.callback_metrics)
-
-    torch.set_default_dtype(torch.float64)
-    assert_as_one_device(results)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +122,25 @@ class Normalised(Classifier):
         return (loss + 0.1 * slope.square().sum(1)).mean()
 
 
+class Norm(Classifier):
+    """With batch norm: the one place where a shard can tell that it is one."""
+
+    def __init__(self, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+
+class FrozenNorm(Norm):
+    """In evaluation mode it computes as on one device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        return super().forward(x)
+
+
 SLOW_2, SLOW_4 = (pytest.param(k, marks=pytest.mark.slow) for k in (2, 4))
 """Numbers of devices that the other ones cover nearly always."""
 
@@ -130,6 +149,7 @@ MODELS: dict[str, Callable[[], Classifier]] = {
     "tied, frozen, unused": EmbeddingBagOfWords,
     "recurrent": Recurrent,
     "normalised": Normalised,
+    "batch norm in evaluation mode": FrozenNorm,
 }
 
 
@@ -157,27 +177,6 @@ def test_several_devices_equal_one_in_single_precision(devices: int) -> None:
     assert_same(run(Everything, devices), expected, **FLOAT32)
 
 
-def test_bf16_autocast_reaches_every_worker_with_its_dtype() -> None:
-    class Seen(Classifier):
-        dtypes: ClassVar[set[torch.dtype]] = set()
-
-        def loss(self, batch: Any) -> Tensor:
-            logits = self.net(batch[0])
-            self.dtypes.add(logits.dtype)
-            return F.cross_entropy(logits, batch[1])
-
-    expected = run(Seen, 1, precision="bf16-mixed")
-    result = run(Seen, 4, precision="bf16-mixed", strategy={"executor": "threads"})
-    assert Seen.dtypes == {torch.bfloat16}
-    # bf16 keeps 8 bits, and Adam turns rounding of small gradients into steps of full size.
-    torch.testing.assert_close(
-        result.callback_metrics["val/loss"],
-        expected.callback_metrics["val/loss"],
-        atol=2e-2,
-        rtol=0,
-    )
-
-
 @not_on_sim  # which have no sparse tensors
 def test_sparse_gradients_stay_sparse() -> None:
     layouts: set[torch.layout] = set()
@@ -202,69 +201,45 @@ def test_sparse_gradients_stay_sparse() -> None:
     assert layouts == {torch.sparse_coo}
 
 
-def test_batch_norm_uses_each_shards_statistics_and_keeps_the_first_replicas() -> None:
-    """What batch norm does: the one place where a shard can tell that it is one."""
-
-    class Norm(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(10, momentum=1.0)
-
-        def loss(self, batch: Any) -> Tensor:
-            x, y = batch
-            return F.cross_entropy(self.net(self.norm(x)), y)
-
+@pytest.mark.parametrize(
+    ("devices", "strategy", "seen"),
+    [
+        (2, {}, 10),
+        (3, {"weights": [0, 1, 1]}, 10),  # the root is idle
+        (2, {"buffers": "mean"}, 20),
+    ],
+)
+def test_batch_norm_uses_each_shards_statistics_and_keeps_the_first_replicas(
+    devices: int, strategy: dict[str, Any], seen: int
+) -> None:
     data = lambda: loader(n=20, batch_size=20)
-    x = data().dataset.tensors[0]
-    first = run(Norm, 2, data=data, max_epochs=1)
-    torch.testing.assert_close(first.module.norm.running_mean, x[:10].mean(0))
-    root_is_idle = run(Norm, 3, data=data, max_epochs=1, strategy={"weights": [0, 1, 1]})
-    torch.testing.assert_close(root_is_idle.module.norm.running_mean, x[:10].mean(0))
-    mean = run(Norm, 2, data=data, max_epochs=1, strategy={"buffers": "mean"})
-    torch.testing.assert_close(mean.module.norm.running_mean, x.mean(0))
-    assert int(mean.module.norm.num_batches_tracked) == 1
+    found = run(lambda: Norm(1.0), devices, data=data, max_epochs=1, strategy=strategy)
+    mean = data().dataset.tensors[0][:seen].mean(0)
+    torch.testing.assert_close(found.module.norm.running_mean, mean)
+    assert int(found.module.norm.num_batches_tracked) == 1
+
+
+class Freezing(Norm):
+    """Its batch norm is in evaluation mode for all but the first batch of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.train(batch_idx == 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx > 0:
+            self.losses.append(loss.detach())
+            root = self.trainer.lightning_module.norm.running_mean
+            torch.testing.assert_close(self.norm.running_mean.cpu(), root.cpu())
+        return loss
 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_batch_norm_that_turns_to_eval_mode_has_the_roots_statistics(executor: str) -> None:
     """Replicas' running statistics are not kept up to date while no forward reads them."""
-
-    class Freezing(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(10)
-            self.losses: list[Tensor] = []
-
-        def loss(self, batch: Any) -> Tensor:
-            x, y = batch
-            return F.cross_entropy(self.net(self.norm(x)), y)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.norm.train(batch_idx == 0)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            if batch_idx > 0:
-                self.losses.append(loss.detach())
-                root = self.trainer.lightning_module.norm.running_mean
-                torch.testing.assert_close(self.norm.running_mean.cpu(), root.cpu())
-            return loss
-
     module = run(Freezing, 3, strategy={"executor": executor}).module
     assert len(module.losses) == 2 * EPOCHS and module.norm.running_mean.abs().sum() > 0
-
-
-def test_batch_norm_in_eval_mode_equals_one_device() -> None:
-    class Frozen(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(10)
-            self.norm.running_mean.uniform_()
-
-        def loss(self, batch: Any) -> Tensor:
-            self.norm.eval()
-            x, y = batch
-            return F.cross_entropy(self.net(self.norm(x)), y)
-
-    torch.set_default_dtype(torch.float64)
-    assert_same(run(Frozen, 4), run(Frozen, 1))

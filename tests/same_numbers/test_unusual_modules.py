@@ -335,15 +335,12 @@ def test_gradients_of_some_parameters_are_refused_in_step_mode(make: Any) -> Non
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def outcome(devices: int, strategy: Any, missing: tuple[str, ...], when: str, stage: str) -> Any:
+def outcome(devices: int, strategy: Any, missing: tuple[str, ...], stage: str) -> Any:
     """The weights and metrics that a stage leaves, or its error; and what is warned of."""
     torch.manual_seed(0)
     module = Classifier()
-    if when == "before":
-        for step in missing:
-            setattr(module, step, None)
-    else:
-        module.setup = lambda stage: [setattr(module, step, None) for step in missing]
+    for step in missing:
+        setattr(module, step, None)
     job = trainer(devices, strategy, max_epochs=1)
     data = [loader(10, 5)] * (2 if stage == "fit" else 1)
     with warnings.catch_warnings(record=True) as caught:
@@ -357,23 +354,9 @@ def outcome(devices: int, strategy: Any, missing: tuple[str, ...], when: str, st
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize(
-    ("missing", "when"),
-    [
-        (STEPS[1:2], "before"),
-        (STEPS, "before"),
-        *(
-            pytest.param((step,), "before", marks=pytest.mark.slow)
-            for step in STEPS
-            if step != STEPS[1]
-        ),
-        pytest.param(STEPS[1:], "in setup", marks=pytest.mark.slow),
-    ],
-)
-def test_a_missing_step_is_as_on_one_device(
-    missing: tuple[str, ...], when: str, stage: str
-) -> None:
-    one = outcome(1, "auto", missing, when, stage)
+@pytest.mark.parametrize("missing", [STEPS[1:2], STEPS])
+def test_a_missing_step_is_as_on_one_device(missing: tuple[str, ...], stage: str) -> None:
+    one = outcome(1, "auto", missing, stage)
     for mode in ("step", "forward"):
-        several = outcome(3, DataParallelStrategy(mode=mode), missing, when, stage)
+        several = outcome(3, DataParallelStrategy(mode=mode), missing, stage)
         assert_equal_trees(several, one, mode, atol=1e-5, rtol=0.0)

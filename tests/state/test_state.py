@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -36,6 +36,8 @@ def plain(kept: Any) -> Any:
         return sorted(kept)
     if isinstance(kept, list | tuple | deque):
         return [plain(item) for item in kept]
+    if isinstance(kept, type):
+        return kept.__name__
     return kept.tolist() if isinstance(kept, Tensor) else kept
 
 
@@ -80,6 +82,7 @@ JOINED: dict[str, tuple[Callable[[], Any], Change]] = {
     "classes": (lambda: defaultdict(lambda: defaultdict(list)), by_class),
     "tuple": (lambda: ([], deque()), lambda kept, ids, losses, y, i: kept[0].append(losses)),
     "in a dict": (lambda: {"losses": [], "ids": []}, in_dict),
+    "a class of each call": (type(None), lambda *_: namedtuple("Output", "loss")),
     "the same everywhere": (list, lambda kept, ids, losses, y, i: [*kept, i][-2:]),
 }
 """What is as on one device."""

@@ -211,15 +211,16 @@ class KeepsMethods(Classifier):
 
 
 class KeepsReferences(Classifier):
-    """Registered layers again in plain lists."""
+    """Registered layers, and a weight, again in plain lists."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = [self.net[0], (self.net[1], {"last": self.net[2]})]
+        self.weights = [self.net[0].weight]
 
     def forward(self, x: Tensor) -> Tensor:
         first, (second, rest) = self.layers
-        return rest["last"](second(first(x)))
+        return rest["last"](second(first(x) + self.weights[0].sum(1).sin()))
 
 
 class KeepsFunctions(Classifier):
@@ -285,7 +286,11 @@ IN_BOTH_MODES += [CopiesItself, KeepsMethods, KeepsReferences, KeepsFunctions]
 IN_BOTH_MODES += [TalksToRecurrentLayers, HasLayersInAList]
 GRADIENTS = {"inference_mode": False}
 LAWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-    *((make, {"executor": e}, GRADIENTS) for make in (Penalised, Adapts) for e in EXECUTORS),
+    *(
+        (make, {"executor": e}, GRADIENTS)
+        for make in (Penalised, Adapts, KeepsReferences)
+        for e in EXECUTORS
+    ),
     *((make, {"mode": mode}, {}) for make in IN_BOTH_MODES for mode in ("step", "forward")),
     *(
         (make, {}, {"accumulate_grad_batches": accumulate, **GRADIENTS})

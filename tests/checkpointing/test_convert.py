@@ -47,8 +47,6 @@ def files(tmp_path: Path) -> Path:
     [
         ("old.pt new.pt --strip", True),
         ("old.pt old.pt --strip --force", True),
-        ("old.pt new.ckpt --strip", True),
-        ("old.ckpt new.pt --strip", True),
         ("old.ckpt new.ckpt --strip", True),
         ("old.pt new.ckpt", False),
         ("clean.pt new.pt --add", False),

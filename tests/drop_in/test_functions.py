@@ -18,11 +18,6 @@ pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.filterwarnings("ignore:
 on_k = pytest.mark.parametrize("k", [1, 3])
 
 
-class Net(nn.Linear):
-    def forward(self, x: Any = None, scale: Any = 1.0) -> Tensor:
-        return super().forward(self.weight.new_ones(5, 4) if x is None else x) * scale
-
-
 class Rnn(nn.Module):
     """Its output is a dict with batch first everywhere; a layer of it is not used."""
 

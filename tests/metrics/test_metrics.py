@@ -113,7 +113,6 @@ METRICS: dict[str, tuple[Callable[[], Any], Use]] = {
     "mean of losses": (MeanMetric, on_mean),
     "weighted mean": (MeanMetric, lambda m, x, y, z: m(z.mean(), weight=len(y))),
     "full state update": (Distinct, lambda m, x, y, z: m(y)),
-    "list state": (CatMetric, on_column),
     "numbers counted by the step": (
         Ratio,
         lambda m, x, y, z: m((z.argmax(1) == y).sum().item(), len(y)),

@@ -65,10 +65,6 @@ JOINED: dict[str, tuple[Callable[[], Any], Change]] = {
     "means": (list, lambda kept, ids, losses, y, i: kept.append({"m": losses.mean(), "i": i})),
     "numbers": (list, lambda kept, ids, losses, y, i: kept.extend(losses.tolist())),
     "arrays": (list, lambda kept, ids, losses, y, i: kept.append(losses.cpu().numpy())),
-    "pairs": (
-        list,
-        lambda kept, ids, losses, y, i: kept.extend(zip(map(str, ids), losses, strict=True)),
-    ),
     "dicts of samples": (
         list,
         lambda kept, ids, losses, y, i: kept.extend({"id": n, "boxes": [n, [n]]} for n in ids),

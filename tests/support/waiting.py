@@ -15,16 +15,6 @@ from torch import Tensor
 
 from lightning_dp.parallel.apply import current_participant
 
-TRIES = 20
-
-
-def quickest(work: Callable[[], float], below: float) -> float:
-    """The first of some tries that took less than `below`; else the shortest."""
-    times: list[float] = []
-    while len(times) < TRIES and min(times, default=below) >= below:
-        times.append(work())
-    return min(times)
-
 
 def soon(condition: Callable[[], bool], seconds: float = 30) -> bool:
     """Whether it is so, or becomes so: a worker lets go of its work a moment after its end."""

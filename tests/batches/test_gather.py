@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.containers import Fixed, ModelOutput, Pair, Sample
+from support.containers import ModelOutput, Pair, Sample
 from support.nested_batches import devices_in
 from support.oracle import assert_equal_trees, devices_of
 from torch import distributions
@@ -127,7 +127,7 @@ def test_one_sample_per_shard_is_still_a_sample() -> None:
 
 
 def test_outputs_may_be_of_any_container() -> None:
-    for make in (Sample, Pair, lambda x, y: ModelOutput(x=x, y=y), lambda x, y: Fixed({"x": x})):
+    for make in (Sample, Pair, lambda x, y: ModelOutput(x=x, y=y)):
         result = gathered([make(torch.ones(2), "a"), make(torch.zeros(1), "b")], [2, 1])
         assert type(result) is type(make(0, 0))
         assert tree.leaves(result)[0].tolist() == [1, 1, 0]
@@ -336,11 +336,7 @@ def record(**fields: Any) -> Any:
     return dataclasses.make_dataclass("Prediction", fields)(**fields)
 
 
-def mapping(**fields: Any) -> Any:
-    return type("Prediction", (OrderedDict,), {})(fields)
-
-
-@pytest.mark.parametrize("make", [named, record, mapping])
+@pytest.mark.parametrize("make", [named, record])
 @pytest.mark.parametrize("sizes", [(2, 1), (3,)])
 def test_equal_names_and_fields_are_enough(make: Any, sizes: tuple[int, ...]) -> None:
     x = torch.randn(sum(sizes), 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.containers import Built, Slotted, Table
+from support.containers import Built, Sample, Table
 from support.nested_batches import devices_in
 from support.oracle import Classifier, assert_same, devices_of, run
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ def test_what_has_no_samples_goes_to_every_replica_and_device() -> None:
 
 
 def test_a_dataclass_is_cut_without_running_its_constructor_again() -> None:
-    first, second = cut(Slotted(torch.arange(3), ["a", "b", "c"]), (1, 2))
-    assert type(first) is Slotted and (first.label, second.label) == (["a"], ["b", "c"])
+    first, second = cut(Sample(torch.arange(3), ["a", "b", "c"]), (1, 2))
+    assert type(first) is Sample and (first.label, second.label) == (["a"], ["b", "c"])
     first, _ = cut(Built(torch.arange(3)), (1, 2))
     assert first.made == "once" and not hasattr(first, "rest")
 

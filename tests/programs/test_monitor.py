@@ -30,8 +30,7 @@ from support.oracle import (
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp import monitor as monitors
-from lightning_dp.monitor import Period, as_png, figure_of
-from lightning_dp.parallel.split import StepUsage
+from lightning_dp.monitor import Period
 
 STEPS = EPOCHS * 3
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -243,13 +242,3 @@ def test_a_monitor_of_the_package_pytorch_lightning() -> None:
     job = package.Trainer(strategy="dp_custom", accelerator="cpu", devices=2, **QUIET, **few)
     job.fit(BoringModel())
     assert isinstance(monitor, package.Callback) and monitor.total.steps == 5
-
-
-@pytest.mark.parametrize("sizes", [(24, 8), (0, 0), (4,) + (0,) * 19])
-def test_a_picture_of_the_devices_has_a_reasonable_size(sizes: tuple[int, ...]) -> None:
-    busy = tuple(0.01 * size for size in sizes)
-    monitor, devices = DataParallelMonitor(), [torch.device("cuda", k) for k in range(len(sizes))]
-    monitor._begin(devices, list(map(str, devices)))
-    monitor.total = Period.of(StepUsage(sizes, busy, max(busy), (2**30,) * len(sizes)))
-    monitor.periods = [monitor.total]
-    assert 10_000 < len(as_png(figure_of(monitor))) < 300_000

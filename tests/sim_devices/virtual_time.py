@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from itertools import permutations
 from typing import Any, Literal, NamedTuple
 
 from sim_devices import extension
@@ -19,16 +20,11 @@ from sim_devices.extension import DeviceLike, index_of
 from sim_devices.schedule import Command, Schedule, replay
 
 CPU = -1
-PRESETS: dict[str, dict[str, tuple[float, float] | None]] = {
-    "pcie4": {"host": (26e9, 7.5e-6), "peer": None},
-    "pcie4_peer": {"host": (26e9, 7.5e-6), "peer": (26e9, 2e-6)},
-    "nvlink4": {"host": (53e9, 7.5e-6), "peer": (375e9, 2e-6)},
-}
+PRESETS = {"pcie4_peer": {"host": (26e9, 7.5e-6), "peer": (26e9, 2e-6)}}
 """Bytes per second and seconds of links: between each device and the CPU, and between devices.
 
-Rates as measured, some 80 % of what the links are made for: PCI Express 4.0 x16 of GeForce RTX 4090
-(github.com/NVIDIA/nvbandwidth/issues/15, cuda-samples/issues/230), whose copies go through the CPU,
-and of RTX A6000 (nvbandwidth/issues/50); eight H100 SXM (NVIDIA/nccl/issues/1264).
+As measured, some 80 % of what PCI Express 4.0 x16 is made for: GeForce RTX 4090
+(github.com/NVIDIA/nvbandwidth/issues/15) and RTX A6000 (nvbandwidth/issues/50).
 """
 
 _latest: tuple[int, int, Schedule] | None = None  # with the recording's version
@@ -90,13 +86,10 @@ def set_links(preset: str | None) -> None:
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"set_links: expected one of {[*PRESETS, None]}, got {preset!r}.")
     extension.loaded.remove_links()
-    links = {} if preset is None else PRESETS[preset]
-    ends = range(CPU, extension.loaded.device_count())
-    for source in ends:
-        for target in ends:
-            link = links.get("host" if CPU in (source, target) else "peer")
-            if link and source != target:
-                extension.loaded.set_link(source, target, *link)
+    if preset is not None:
+        for pair in permutations(range(CPU, extension.loaded.device_count()), 2):
+            link = PRESETS[preset]["host" if CPU in pair else "peer"]
+            extension.loaded.set_link(*pair, *link)
 
 
 def set_clock(clock: Literal["wall", "virtual"]) -> None:

@@ -1,9 +1,8 @@
-"""Splitting is arithmetic: laws for every number of samples and devices, and a limit of time."""
+"""Splitting is arithmetic: laws for every number of samples and devices."""
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -184,52 +183,6 @@ def test_every_split_gives_two_samples_or_none_and_keeps_to_caps(
     if most > 4:
         planner.record_oom([plan.sizes.index(most)], training=True)
         assert planner.plan(n, lambda: of, training=True).sizes[plan.sizes.index(most)] < most
-
-
-# Time
-
-N, DEVICES = 2**20, 8
-
-
-def planned(split: Any, shares: Any = None, spread: float = 0.0, failed: int = 0) -> Any:
-    """A plan for many samples, by a policy that has seen steps of unequal speed and memory."""
-    policy = split_policy(split, shares, range(DEVICES), lambda: [10**10] * DEVICES)
-    draw = torch.Generator().manual_seed(0)
-    of = torch.randn(N, dtype=torch.float64, generator=draw).mul(spread).exp()
-    planner = Planner(DEVICES, policy)
-    for _ in range(6):
-        sizes = planner.plan(N, lambda: of, training=True).sizes
-        busy = tuple(n * (k + 1) * 1e-6 for k, n in enumerate(sizes))
-        peaks = tuple(10**9 + 100 * n for n in sizes)
-        if hasattr(policy, "learn"):
-            policy.learn(StepUsage(sizes, busy, max(busy), peaks, (10**9,) * DEVICES))
-    planner.record_oom(range(failed), training=True)
-    return lambda: planner.plan(N, lambda: of, training=True)
-
-
-TIMED: dict[str, Callable[[], Callable[[], Any]]] = {
-    "even": lambda: planned("even"),
-    "weights": lambda: planned("even", [1.5, 2, 3, 4, 5, 6, 7, 8]),
-    "callable": lambda: planned(lambda n, d: even(n, len(d))),
-    "even, after out of memory": lambda: planned("even", failed=3),
-    "adaptive": lambda: planned("adaptive"),
-    "memory": lambda: planned("memory"),
-    "auto": lambda: planned("auto"),
-    "cost, equal": lambda: planned("cost"),
-    "cost, heavy tails": lambda: planned("cost", spread=4.0),
-}
-
-
-@pytest.mark.parametrize("split", TIMED)
-def test_a_million_samples_are_planned_in_two_milliseconds(split: str, one_thread: None) -> None:
-    """The least of many times is the plan's own; on a busy machine the limit is wider."""
-    plan, seconds = TIMED[split](), []
-    for _ in range(20):
-        start = time.perf_counter()
-        assert sum(plan().sizes) == N
-        seconds.append(time.perf_counter() - start)
-    print(f"{split:28} {min(seconds) * 1e3:8.3f} ms")
-    assert min(seconds) <= 2e-3 * 3
 
 
 # Options

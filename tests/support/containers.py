@@ -18,15 +18,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    image: Any
-    label: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Slotted:
-    __slots__ = ("image", "label")
     image: Any
     label: Any
 
@@ -156,22 +149,6 @@ class ModelOutput(OrderedDict):
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("no update")
-
-
-class Fixed(Mapping[str, Any]):
-    """A mapping that cannot be changed."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 def graph(i: int) -> Graph:

@@ -8,8 +8,7 @@ K times) and "multigpu" (K GPUs).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -76,18 +75,10 @@ def devices(kind: str, k: int) -> list[torch.device]:
     return [torch.device(type_of(kind), 0 if kind == "cuda" else i) for i in range(k)]
 
 
-def as_parameters(
-    wanted: Sequence[str] = ALL, marks: Mapping[str, pytest.MarkDecorator] = MappingProxyType({})
-) -> list[Any]:
-    """Those of the wanted kinds that this process has; the others are tested by another one.
-
-    Args:
-        wanted: kinds.
-        marks: what the test is marked with on some of them.
-    """
-    found = [kind for kind in kinds if kind in wanted]
-    own = {kind: [pytest.mark.multigpu] * (kind == "multigpu") for kind in found}
-    return [pytest.param(k, marks=[*own[k], *([marks[k]] if k in marks else [])]) for k in found]
+def as_parameters(wanted: Sequence[str] = ALL) -> list[Any]:
+    """Those of the wanted kinds that this process has; the others are tested by another one."""
+    marks = {"multigpu": [pytest.mark.multigpu]}
+    return [pytest.param(k, marks=marks.get(k, [])) for k in kinds if k in wanted]
 
 
 def header() -> str:

@@ -34,16 +34,24 @@ def perceptron() -> nn.Module:
 
 @contextmanager
 def engine_of(
-    module: nn.Module, sizes: Sequence[int] = SIZES, **options: Any
-) -> Iterator[ForwardParallel]:
-    """An engine on devices that get shards of these sizes, or in proportion to them."""
-    devices = devices_of(len(sizes))
+    module: nn.Module,
+    sizes: Sequence[int] = SIZES,
+    places: Sequence[int] | None = None,
+    kind: Any = ForwardParallel,
+    **options: Any,
+) -> Iterator[Any]:
+    """An engine whose devices get shards of these sizes, or in proportion to them.
+
+    `places` are the devices of the replicas, by their positions; the root is the first.
+    """
+    places = places or range(len(sizes))
+    devices = [devices_of(max(places) + 1)[k] for k in places]
     defaults = {
         "output_device": CPU,
         "executor": "threads",
         "split": lambda n: tuple(sizes) if sum(sizes) == n else weighted(n, sizes),
     }
-    engine = ForwardParallel(module.to(devices[0]), devices, **{**defaults, **options})
+    engine = kind(module.to(devices[0]), devices, **{**defaults, **options})
     try:
         yield engine
     finally:
@@ -83,7 +91,8 @@ def compare(
     assert_equal_trees(gradients(several), gradients(one), "gradients", **EXACT)
     if state:
         assert_equal_trees(dict(several.state_dict()), dict(one.state_dict()), "state", **EXACT)
-    return engine
+    found: ForwardParallel = engine
+    return found
 
 
 def law(

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from lightning_dp.parallel.split import weighted
 from lightning_dp.parallel.step import StepParallel
-from support.forward_twins import CPU, EXACT, update
-from support.oracle import assert_equal_trees, devices_of, gradients
+from support.forward_twins import EXACT, engine_of, update
+from support.oracle import assert_equal_trees, gradients
 
 LossOf = Callable[[Any], Any]
 Around = Callable[[Any, LossOf, int], None]
 """What happens to a module before a step, by its number."""
 
 
-@contextmanager
-def step_engine(
-    module: nn.Module, sizes: Sequence[int], places: Sequence[int] | None = None, **options: Any
-) -> Iterator[StepParallel]:
-    """An engine whose devices get shards of these sizes, or in proportion to them.
-
-    `places` are the devices of the replicas, by their positions; the root is the first.
-    """
-    places = places or range(len(sizes))
-    devices = [devices_of(max(places) + 1)[k] for k in places]
-    defaults = {
-        "output_device": CPU,
-        "executor": "threads",
-        "split": lambda n: tuple(sizes) if sum(sizes) == n else weighted(n, sizes),
-    }
-    engine = StepParallel(module.to(devices[0]), devices, **{**defaults, **options})
-    try:
-        yield engine
-    finally:
-        engine.close()
+step_engine = partial(engine_of, kind=StepParallel)
 
 
 def steps_of(net: Any, loss_of: LossOf, batches: Sequence[Any], around: Around) -> list[Any]:

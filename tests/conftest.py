@@ -83,8 +83,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     mark = metafunc.definition.get_closest_marker("on")
     wanted = mark.args if mark else device_kinds.ALL
-    if metafunc.definition.get_closest_marker("sim_only"):
-        wanted = ("sim",)
     found = device_kinds.as_parameters(wanted)
     metafunc.parametrize("on", found or [NONE_HERE], indirect=True)
 
@@ -117,8 +115,9 @@ def _kind_of(item: pytest.Item) -> Any:
 
 def _is_for_others(item: pytest.Item) -> bool:
     """Whether it is for kinds of devices that this process has not."""
-    of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
-    return _kind_of(item) == NONE_HERE or bool(of_sim and "sim" not in device_kinds.kinds)
+    mark, is_of_sim = item.get_closest_marker("on"), item.path.parent.name == "sim"
+    wanted = ("sim",) if is_of_sim else mark.args if mark else device_kinds.ALL
+    return _kind_of(item) == NONE_HERE or not set(wanted) & set(device_kinds.kinds)
 
 
 def _fewer_on_sim(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -126,7 +125,7 @@ def _fewer_on_sim(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     seen = set[str]()
     for item in items:
         mark, test = item.get_closest_marker("on"), item.nodeid.partition("[")[0]
-        chosen = (mark and "cpu" not in mark.args) or item.get_closest_marker("sim_only")
+        chosen = mark and "cpu" not in mark.args
         places = {item.path.parent.name, item.path.stem}
         if _kind_of(item) == "sim" and not (chosen or places & QUICK_ON_SIM or _lists_kinds(item)):
             if not places & SLOW_ON_SIM and test in seen:

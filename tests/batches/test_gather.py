@@ -283,7 +283,7 @@ def test_options_are_checked(options: Any, message: str) -> None:
         gather([1, 2], "cpu", **options)
 
 
-@pytest.mark.sim_only("It counts the copies between devices.")
+@pytest.mark.on("sim")  # It counts the copies between devices.
 def test_many_outputs_cross_in_few_copies() -> None:
     *devices, other = devices_of(4)
     outputs = [

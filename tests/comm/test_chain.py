@@ -162,7 +162,7 @@ def test_after_an_error_in_the_middle_all_is_right(monkeypatch: pytest.MonkeyPat
     copies.check()
 
 
-@pytest.mark.sim_only("A GPU's time is no bound.")
+@pytest.mark.on("sim")  # A GPU's time is no bound.
 @pytest.mark.parametrize("k", [2, 8])
 def test_what_goes_out_takes_its_bytes_and_a_piece_for_each_device(k: int) -> None:
     """From the root to each device by itself, 100 MiB would take k - 1 times as long."""

@@ -16,7 +16,7 @@ from lightning_dp.parallel.step import StepParallel
 
 LAYERS = 20
 pytestmark = on_separate
-counts_copies = pytest.mark.sim_only("It counts the copies between devices.")
+counts_copies = pytest.mark.on("sim")  # It counts the copies between devices.
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.comm.buckets import to_device_coalesced
 
 pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
-counts_waits = pytest.mark.sim_only("It counts how often the host waits.")
+counts_waits = pytest.mark.on("sim")  # It counts how often the host waits.
 
 
 def scaled(devices: int, **options: Any) -> tuple[float, dict[str, Tensor]]:
@@ -191,7 +191,7 @@ def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams(
     wrapped.close()
 
 
-@pytest.mark.sim_only("A GPU's copies may have arrived by chance.")
+@pytest.mark.on("sim")  # A GPU's copies may have arrived by chance.
 @pytest.mark.usefixtures("on")
 def test_copies_to_the_host_have_arrived_on_return() -> None:
     own = [torch.arange(1000.0).to(device) * 2 for device in devices_of(3)]

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_dp import DataParallelStrategy
 
-pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
+pytestmark = pytest.mark.on("sim")  # Of a GPU's memory no limit can be set to the byte.
 
 WIDTH = 512
 """Wide enough for activations to be what memory goes to."""

@@ -35,7 +35,7 @@ def test_every_law_of_the_doctor_holds(name: str, on: str) -> None:
         assert laws.LAWS[name](device_kinds.devices(on, 3))
 
 
-@pytest.mark.sim_only("GPUs cannot be given a memory for a test.")
+@pytest.mark.on("sim")  # GPUs cannot be given a memory for a test.
 def test_a_step_that_runs_out_of_memory_is_done_again(room: Callable[[int, int], None]) -> None:
     room(2, 2**24)
     devices = [torch.device("sim", i) for i in range(3)]

@@ -127,7 +127,7 @@ def slow_device(on: str) -> Iterator[None]:
         torch.sim.set_speed(device)
 
 
-@pytest.mark.sim_only("GPUs cannot be given a speed.")
+@pytest.mark.on("sim")  # GPUs cannot be given a speed.
 def test_a_device_waits_while_others_work(slow_device: None) -> None:
     monitor = DataParallelMonitor()
     trainer(4, callbacks=[monitor], max_epochs=1).fit(Classifier(), loader(80, 40), loader())

@@ -193,7 +193,7 @@ def words() -> DataLoader[Any]:
     return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=25)
 
 
-on_sim = pytest.mark.sim_only("GPUs cannot be given a speed, nor a memory for a test.")
+on_sim = pytest.mark.on("sim")  # GPUs cannot be given a speed, nor a memory for a test.
 SECONDS = 2e-7
 """Per element of an op's output, on a fast device."""
 

@@ -59,7 +59,7 @@ def batches(n: int) -> st.SearchStrategy[Any]:
         leaves | whole,
         lambda inner: (
             st.dictionaries(st.sampled_from("abc"), inner, min_size=1)
-            | st.tuples(inner, inner).filter(_is_no_name_tuple)
+            | st.tuples(inner, inner).filter(_is_no_tuple_of_samples)
             | st.builds(Pair, inner, inner)
             | st.builds(Sample, inner, inner)
             | st.builds(lambda x: OrderedDict(x=x), inner)
@@ -68,8 +68,10 @@ def batches(n: int) -> st.SearchStrategy[Any]:
     ).map(lambda rest: {"x": torch.arange(n), "rest": rest})
 
 
-def _is_no_name_tuple(pair: tuple[Any, Any]) -> bool:
-    """Whether it cannot be taken for the names of two samples, which shards of two would have."""
+def _is_no_tuple_of_samples(pair: tuple[Any, Any]) -> bool:
+    """Whether it cannot be taken for two samples: for their names, or for none and an object."""
+    if any(entry is None for entry in pair):
+        return all(entry is None or isinstance(entry, Tensor | list) for entry in pair)
     return not all(isinstance(entry, str) for entry in pair)
 
 

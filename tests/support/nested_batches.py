@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.parallel.scatter import tree
+from lightning_dp.parallel.scatter.batch_size import are_alike
 from support.containers import (
     Built,
     Encoding,
@@ -69,10 +70,9 @@ def batches(n: int) -> st.SearchStrategy[Any]:
 
 
 def _is_no_tuple_of_samples(pair: tuple[Any, Any]) -> bool:
-    """Whether it cannot be taken for two samples: for their names, or for none and an object."""
-    if any(entry is None for entry in pair):
-        return all(entry is None or isinstance(entry, Tensor | list) for entry in pair)
-    return not all(isinstance(entry, str) for entry in pair)
+    """Whether it cannot be taken for two samples: for their names, or for two alike objects."""
+    objects = any(tree.children(entry) and not tree.is_list(entry) for entry in pair)
+    return not all(isinstance(entry, str) for entry in pair) and not (objects and are_alike(pair))
 
 
 def devices_in(node: Any) -> set[torch.device]:

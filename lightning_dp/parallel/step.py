@@ -228,7 +228,7 @@ class StepOutput(NamedTuple):
         items = getattr(loss, "num_items", None) if items is None else items
         is_one = isinstance(items, Tensor) and items.numel() == 1
         if not (items is None or is_one or isinstance(items, int | float)):
-            got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
+            got = str(tuple(items.shape)) if isinstance(items, Tensor) else type(items).__qualname__
             raise TypeError(
                 f"Expected num_items to be a number or a tensor of one element, got {got}. Give "
                 "the number of items that the loss is a mean over."

@@ -71,9 +71,9 @@ WHY = {
         '{{"loss": loss, "num_items": n}}, with the number n of what it is a mean over.'
     ),
     "whole batch": (
-        "The loss is not a mean over samples. It, or a transfer hook, looks at the whole batch at "
-        "once (as Dice, contrastive and triplet losses and mixup do) or depends on its size: use "
-        'mode="forward".'
+        "The loss is not a mean over samples. It looks at the whole batch at once (as Dice, "
+        "contrastive and triplet losses and mixup do, in a transfer hook too) or depends on its "
+        'size: use mode="forward".'
     ),
     "forward": (
         "{} looks at more than one sample at a time, or is not one row per sample. Compute it from "

@@ -132,7 +132,7 @@ MUTANTS = {
     ),
     "replicate/resync-left-out": Mutant(
         _of("engine:Engine.resync"),
-        "self._stale = set(range(len(self.devices)))",
+        "self.replicas.mark_stale()",
         "pass",
         "weights that a callback writes through .data reach the replicas",
     ),
@@ -569,7 +569,7 @@ MUTANTS = {
     ),
     "forward/trained-weights-kept": Mutant(
         _of("forward:_after_backward"),
-        "living.replicas.resend_trained()",
+        "living.replicas.mark_stale(trained_only=True)",
         "pass",
         "weights written through .data between calls are seen",
     ),

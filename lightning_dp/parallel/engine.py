@@ -37,7 +37,7 @@ from lightning_dp.parallel.reduce import (
     single_threaded,
     wait_for_autograd,
 )
-from lightning_dp.parallel.replicate import OwnAttributes, ParameterCopies, Replicas
+from lightning_dp.parallel.replicate import OwnAttributes, Replicas
 from lightning_dp.parallel.scatter import (
     Inferred,
     Shards,
@@ -78,7 +78,7 @@ class ReplicaCall(ABC):
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
     is_one_graph: ClassVar[bool] = False  # one backward runs through the graphs of all replicas
-    copied_parameters: ParameterCopies = "changed"  # to replicas
+    resends_frozen = False  # replicas get parameters with requires_grad=False, changed or not
     path = ""  # of the submodule that is called
 
     def __init__(
@@ -167,6 +167,7 @@ class Engine:
         self._context = context
         self.planner = Planner(len(devices), split)
         self.replicas = Replicas(module, devices, own_attributes)
+        self.replicas.mark_stale()  # the module may be written to until the first step
         self.reducer = Reducer(self.replicas, self.devices, buffers, world)
         names = replica_names(devices, None if world is None else world.rank)
         self.usage = list(map(DeviceUsage, devices, names))
@@ -177,7 +178,6 @@ class Engine:
         self._recovery = Recovery(self.planner, self.devices)
         self._counted: Sizes = ()  # the samples that the present step has added to the usage
         self._kept_memory = KeptMemory() if self.on_cpu else None
-        self._stale = set(range(len(devices)))  # replicas that get everything at their next step
 
     # One step
 
@@ -271,10 +271,7 @@ class Engine:
         """Copies what has changed on the root to the active replicas; returns all replicas."""
         replicas = self.replicas
         buffers = self.reducer.begin_step(shards, training=call.training)
-        stale = self._stale.intersection(shards.active)
-        copied = "all" if stale else call.copied_parameters
-        replicas.refresh(shards.active, parameters=copied, buffers=buffers)
-        self._stale -= stale
+        replicas.refresh(shards.active, frozen=call.resends_frozen, buffers=buffers)
         in_order = replicas.compiles or replicas.run_in_order
         in_threads = self.executor.choose(call.name, len(shards.active), in_order=in_order)
         # Backwards that run one at a time may accumulate into the root's gradients. In forward mode
@@ -387,7 +384,7 @@ class Engine:
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
         self.reducer.settle()
-        self._stale = set(range(len(self.devices)))
+        self.replicas.mark_stale()
 
     def close(self) -> None:
         """Ends the workers, gives kept memory back, and reads the devices' peaks of memory."""

@@ -16,7 +16,7 @@ from lightning_dp.parallel.comm import on_streams, side_streams
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.engine import Engine, ReplicaCall
 from lightning_dp.parallel.gather import Scalars
-from lightning_dp.parallel.scatter import Shards, to_device_together, tree
+from lightning_dp.parallel.scatter import Shards, to_device_together
 from lightning_dp.parallel.torch_private import (
     COMPILED_CALL,
     backward_id,
@@ -127,12 +127,6 @@ class ForwardParallel(Engine):
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        if any(isinstance(leaf, nn.Module) for leaf in tree.leaves(arguments)):
-            paths = {module: path for path, module in self.module.named_modules()}
-            arguments = tree.map_leaves(
-                lambda x: OwnPart(paths[x]) if isinstance(x, nn.Module) and x in paths else x,
-                arguments,
-            )
         again = backward_id() >= 0  # a checkpoint calls again, in a thread of autograd
         self.num_calls += 1
         if not again:
@@ -150,7 +144,7 @@ class ForwardParallel(Engine):
             # Code outside of the replicas may write weights between two calls, through `.data` too.
             # Not where a checkpoint calls again: others of autograd's threads work with them.
             if any(mode) and not again:
-                call.copied_parameters = "frozen"
+                call.resends_frozen = True
             return self.run(call, arguments)
 
     def close(self) -> None:
@@ -163,13 +157,6 @@ class ForwardParallel(Engine):
 @not_compiled  # compiled code may call the module, and would have the engine compiled
 def _spread(engine: ForwardParallel, path: str, *args: Any, **kwargs: Any) -> Any:
     return engine.spread(path, args, kwargs)
-
-
-class OwnPart:
-    """An argument that is a part of the module: each replica gets its own."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
 
 
 class SpreadCall(ReplicaCall):
@@ -194,13 +181,8 @@ class SpreadCall(ReplicaCall):
 
     def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
         """The replica's `forward`."""
-        given = shard
-        if any(isinstance(leaf, OwnPart) for leaf in tree.leaves(shard)):
-            given = tree.map_leaves(
-                lambda x: module.get_submodule(x.path) if isinstance(x, OwnPart) else x, shard
-            )
-        rest = {name: value for name, value in given.items() if isinstance(name, str)}
-        args = map(given.get, range(self._num_args))
+        rest = {name: value for name, value in shard.items() if isinstance(name, str)}
+        args = map(shard.get, range(self._num_args))
         return compiled_forward(module.get_submodule(self.path))(*args, **rest)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
@@ -216,7 +198,7 @@ def _after_backward(engine: Callable[[], ForwardParallel | None]) -> None:
     living = engine()
     if living is not None:
         living.reducer.take_buffers()
-        living.replicas.resend_trained()
+        living.replicas.mark_stale(trained_only=True)
 
 
 def _check_names(module: nn.Module, names: Sequence[str]) -> None:

@@ -15,7 +15,6 @@ from lightning_dp.parallel.devices import CPU, DeviceLike, resolve_devices
 from lightning_dp.parallel.gather import gather as gather
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import scatter as scatter
-from lightning_dp.parallel.torch_private import buffer_table
 
 
 def check_is_on(module: nn.Module, device: torch.device) -> None:
@@ -28,9 +27,7 @@ def check_is_on(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def replicate(
-    module: nn.Module, devices: Sequence[DeviceLike], detach: bool = False
-) -> list[nn.Module]:
+def replicate(module: nn.Module, devices: Sequence[DeviceLike]) -> list[nn.Module]:
     """A module on every device, for one forward and backward.
 
     The first replica is the module itself. The others compute with its parameters' values, on
@@ -41,8 +38,6 @@ def replicate(
     Args:
         module: the module; its parameters lie on `devices[0]`.
         devices: the devices, `devices[0]` first; an entry may repeat.
-        detach: whether no gradient is to go through them. Then no replica is the module itself;
-            on the first device parameters and buffers are still the module's memory.
 
     Raises:
         ValueError: there is no such device, the module lies elsewhere, or a submodule cannot be
@@ -59,17 +54,9 @@ def replicate(
     """
     places = resolve_devices(devices)
     check_is_on(module, places[0])
-    if not detach:
-        replicas = Replicas(module, places)
-        replicas.connect(range(len(places)), after_backward=lambda: None)
-        return replicas.modules
-    replicas = Replicas(module, [places[0], *places])
-    replicas.share_parameters(False)
-    for parameter in chain.from_iterable(replicas.parameters[1:]):
-        parameter.requires_grad_(False)
-    for original, twin in zip(*replicas.submodules[:2], strict=True):
-        buffer_table(twin).update(buffer_table(original))
-    return replicas.modules[1:]
+    replicas = Replicas(module, places)
+    replicas.connect(range(len(places)), after_backward=lambda: None)
+    return replicas.modules
 
 
 def parallel_apply(

@@ -83,7 +83,7 @@ class EvaluationStep(ReplicaCall):
         super().__init__(method, training=self.is_training, transfer=transfer)
         self.engine, self.args = engine, args
         if self.training and engine.frozen_may_change:
-            self.copied_parameters = "frozen"
+            self.resends_frozen = True
 
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""

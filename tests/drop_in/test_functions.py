@@ -71,11 +71,11 @@ def test_scatter_and_its_gradient(k: int, place: str) -> None:
         assert gradcheck(lambda y: tuple(s.cpu() for s in scatter(y, devices_of(k))), (x,))
 
 
-def test_scatter_gives_idle_devices_none_and_takes_dim_as_the_third_argument() -> None:
+def test_scatter_gives_idle_devices_none() -> None:
     assert [shard is None for shard in scatter(inputs(1), devices_of(3))] == [False, True, True]
     assert [len(s) for s in scatter(inputs(4), devices_of(2), [1, 3])] == [1, 3]
     for dim, shape in ((0, (2, 6)), (1, (4, 3))):
-        shards = scatter(inputs(4, 6), devices_of(2), dim)
+        shards = scatter(inputs(4, 6), devices_of(2), dim=dim)
         assert [tuple(s.shape) for s in shards] == [shape] * 2
         assert_equal_trees(gather(shards, CPU, dim), inputs(4, 6), "rows", **EXACT)
 
@@ -102,17 +102,15 @@ def test_gather_and_its_gradient(k: int, output_device: Any) -> None:
 
 
 @on_k
-@pytest.mark.parametrize("detach", [False, True])
-def test_replicate(k: int, detach: bool) -> None:
+def test_replicate(k: int) -> None:
     one, net = pair(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-    replicas = replicate(net, tuple(devices_of(k)), detach=detach)
-    assert (replicas[0] is net) is not detach
+    replicas = replicate(net, tuple(devices_of(k)))
+    assert replicas[0] is net
     expected = one(inputs())
     for replica, device in zip(replicas, devices_of(k), strict=True):
         tensors = [*replica.parameters(), *replica.buffers()]
         assert len(tensors) == 7 and {t.device for t in tensors} == {device}
         y = replica(inputs().to(device))
-        assert y.requires_grad is not detach
         assert_equal_trees(y.cpu(), expected, "outputs", **EXACT)
     # The first one's buffers are the module's, as batch norm needs it.
     assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **EXACT)

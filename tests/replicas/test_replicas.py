@@ -59,7 +59,8 @@ def test_modules_and_replicas_made_in_inference_mode_can_be_trained() -> None:
     with torch.inference_mode():
         net = nn.BatchNorm1d(2).to(devices_of(1)[0])
         replicas = replicas_of(net, (0, 1, 0))
-        replicas.refresh(parameters="all")
+        replicas.mark_stale()
+        replicas.refresh()
     for other in replicas.modules[1:]:
         call(other, on_root(4, 2)).sum().backward()
         assert other.weight.grad is not None

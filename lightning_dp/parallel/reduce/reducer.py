@@ -250,8 +250,12 @@ class JointBackward:
 
     def run_together(self, gradient: Tensor, keep_graph: bool) -> None:
         """One backward of all graphs."""
-        # Nothing overwrites the new tensor `gradient * w` while the copy is in flight.
-        gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
+        # Nothing overwrites the new tensor `gradient * w` while the copy is in flight. The CPU,
+        # which does not wait for the device, gets it when it has arrived.
+        gradients = [
+            (gradient * w).to(loss, non_blocking=loss.device.type != "cpu")
+            for _, loss, w in self.parts
+        ]
         losses = [loss for _, loss, _ in self.parts]
         torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
 

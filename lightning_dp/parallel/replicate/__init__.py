@@ -2,7 +2,6 @@
 
 from lightning_dp.parallel.replicate.replicas import BufferCopies as BufferCopies
 from lightning_dp.parallel.replicate.replicas import Contents as Contents
-from lightning_dp.parallel.replicate.replicas import ParameterCopies as ParameterCopies
 from lightning_dp.parallel.replicate.replicas import Replicas as Replicas
 from lightning_dp.parallel.replicate.structure import ModuleStructure as ModuleStructure
 from lightning_dp.parallel.replicate.structure import OwnAttributes as OwnAttributes

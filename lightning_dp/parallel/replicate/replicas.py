@@ -46,7 +46,6 @@ from lightning_dp.parallel.torch_private import (
     version,
 )
 
-ParameterCopies: TypeAlias = Literal["changed", "frozen", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 Table: TypeAlias = dict[str, Tensor | None]
 
@@ -110,7 +109,7 @@ class Replicas:
             if k > 0
         ]
         self._have_copies = not all([r.in_root_memory for r in self._others])
-        self._copy_parameters(self._others, everything=True)
+        self._copy_parameters(self._others)
         self._copy_buffers(self._others)
         self._copy_attributes()
         self.modules = [self._root, *(replica.module for replica in self._others)]
@@ -125,10 +124,10 @@ class Replicas:
         self._are_dropped, self._others = True, []
         self.modules, self.submodules = self.modules[:1], self.submodules[:1]
 
-    def resend_trained(self) -> None:
-        """Has the next refresh copy trained parameters: a fused optimizer raises no version."""
+    def mark_stale(self, *, trained_only: bool = False) -> None:
+        """Has the next refresh copy everything, or all trained parameters, changed or not."""
         for replica in self._others:
-            replica.is_behind = True
+            replica.stale = "trained" if trained_only and replica.stale != "all" else "all"
 
     # Every step
 
@@ -136,19 +135,18 @@ class Replicas:
         self,
         active: Collection[int] | None = None,
         *,
-        parameters: ParameterCopies = "changed",
+        frozen: bool = False,
         buffers: BufferCopies = "changed",
     ) -> None:
         """Brings replicas up to date; a root with other parameters or submodules gets new ones.
 
         Args:
             active: those of this step; None for all.
-            parameters: "changed" copies those known to have changed; "frozen" copies also all with
-                requires_grad=False, since writes through `.data` cannot be detected; "all" all.
+            frozen: copies also all parameters with requires_grad=False, not only those known to
+                have changed, since writes through `.data` cannot be detected.
             buffers: "changed", "all", or "read": all, but none if the forward only writes to them.
         """
         are_dropped, self._are_dropped = self._are_dropped, True  # until this has ended
-        everything = parameters == "all"
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             others = [replica for replica in self._others if not active or replica.k in active]
@@ -158,7 +156,8 @@ class Replicas:
             if are_dropped or not fit or hooks != self._hooks or self._tables.differ():
                 self._build()
             elif others:
-                self._copy_parameters(others, everything, frozen=parameters == "frozen")
+                everything = any([replica.stale == "all" for replica in others])
+                self._copy_parameters(others, frozen)
                 if buffers == "read" and not (everything or self._reads_buffers()):
                     others = []
                 elif buffers == "changed" and not everything:
@@ -168,9 +167,7 @@ class Replicas:
                     self._copy_attributes()
         self._are_dropped = False
 
-    def _copy_parameters(
-        self, others: Sequence[Replica], everything: bool, frozen: bool = False
-    ) -> None:
+    def _copy_parameters(self, others: Sequence[Replica], frozen: bool = False) -> None:
         """Copies the parameters that have changed, those that are frozen, or all.
 
         A bucket is sent whole if one of its parameters has changed. Copies go through `.data`:
@@ -180,7 +177,7 @@ class Replicas:
         # Replicas in the root's memory see what is written there.
         versions = versions_of(roots) if self._have_copies else []
         state = ParameterState(pointers_of(roots), versions, list(map(_REQUIRES_GRAD, roots)))
-        followed = [(replica, replica.follow(state, everything, frozen)) for replica in others]
+        followed = [(replica, replica.follow(state, frozen)) for replica in others]
         stale = [(replica, positions) for replica, positions in followed if positions]
         if stale:
             targets = [
@@ -302,7 +299,7 @@ def _after_step(replicas: Callable[[], Replicas | None], *_: Any) -> None:
     """Runs after a step of any optimizer."""
     living = replicas()
     if living is not None:
-        living.resend_trained()
+        living.mark_stale(trained_only=True)
 
 
 class Replica:
@@ -321,7 +318,8 @@ class Replica:
         packing: Packing,
     ) -> None:
         self._source, self.k, self.device = source, k, device
-        self.is_behind = True  # trained parameters may have changed without a trace
+        # What may have changed without a trace: nothing, trained parameters, or everything.
+        self.stale: Literal["", "trained", "all"] = "all"
         self.shares = False  # whether it computes with the root's own parameters
         roots, is_there = source.parameters, device == source.device
         # What shares the memory of an inference tensor could never be trained.
@@ -367,13 +365,16 @@ class Replica:
 
     # Parameters and buffers
 
-    def follow(self, state: ParameterState, everything: bool, frozen: bool) -> set[int]:
+    def follow(self, state: ParameterState, frozen: bool) -> set[int]:
         """Compares the root's state with the last one seen; returns positions to be sent.
 
         Where replicas compute in the root's memory, nothing is sent.
         """
+        everything = self.stale == "all"
         # Inside a backward (a checkpoint recomputes) other threads read the parameters.
-        trained = everything or (self.is_behind and backward_id() < 0)
+        trained = everything or (self.stale == "trained" and backward_id() < 0)
+        if trained:
+            self.stale = ""
         frozen, seen, self._seen = frozen or everything, self._seen, state
         if self.in_root_memory:
             trained, frozen = everything, False
@@ -395,8 +396,6 @@ class Replica:
         for i in _differences(pointers_of(parameters), pointers_of(self._memory)):
             parameters[i].data = self._memory[i]  # a step has bound `.data` of its replica anew
         stale = bound | written | toggled
-        if trained:
-            self.is_behind = False
         chosen = {True: trained, False: frozen}
         return stale.union(i for i, trains in enumerate(state.requires_grad) if chosen[trains])
 

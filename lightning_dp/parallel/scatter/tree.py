@@ -152,15 +152,6 @@ def _has_records(node: Tensor) -> bool:
     return is_batch and isinstance(records, list) and node.dim() > 0 and len(records) == len(node)
 
 
-def _cut_meta_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
-    """`narrow` would give each piece the records of the whole batch."""
-    monai = sys.modules["monai.data"]
-    if dim:
-        return _cut_tensor(leaf, sizes, dim)
-    samples = monai.decollate_batch(leaf, detach=False)
-    return [monai.list_data_collate(part) for part in slices(samples, sizes)]
-
-
 def _join_meta_tensors(leaves: Sequence[Tensor], dim: int) -> Any:
     monai = sys.modules["monai.data"]
     samples = [sample for leaf in leaves for sample in monai.decollate_batch(leaf, detach=False)]
@@ -190,7 +181,7 @@ def _batch_graphs(like: Any, graphs: list[Any]) -> Any:
 
 
 TENSORS = LeafType(_tensor_size, _cut_tensor, _cat)
-_META_TENSORS = LeafType(_tensor_size, _cut_meta_tensor, _join_meta_tensors)
+_META_TENSORS = LeafType(_tensor_size, slices, _join_meta_tensors)  # `narrow` keeps all records
 _ARRAYS = LeafType(
     lambda leaf, dim: _rows(leaf.shape, dim),
     lambda leaf, sizes, dim: slices(leaf, sizes, dim % leaf.ndim),

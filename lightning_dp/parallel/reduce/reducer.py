@@ -80,7 +80,7 @@ class Reducer:
     # One step
 
     def begin_step(self, shards: Shards, *, training: bool) -> bool:
-        """Ends the step before; returns whether replicas also need buffers that are only written."""
+        """Ends the step before; returns whether replicas get also buffers that none reads."""
         self.settle()
         if not training:
             return True

@@ -101,10 +101,15 @@ class DeviceTimer:
             event.synchronize()
 
     @property
+    def device_seconds(self) -> float:
+        """How long the accelerators took, once it is over; without any, the CPU."""
+        pairs = zip(self._first, self._last, strict=True)
+        return max([float(a.elapsed_time(b)) / 1e3 for a, b in pairs], default=self._cpu_seconds)
+
+    @property
     def seconds(self) -> float:
         """How long it took, once it is over."""
-        pairs = zip(self._first, self._last, strict=True)
-        return max([self._cpu_seconds, *[float(a.elapsed_time(b)) / 1e3 for a, b in pairs]])
+        return max(self._cpu_seconds, self.device_seconds)
 
 
 def _timed_event(stream: torch.Stream) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
@@ -159,7 +159,27 @@ def _sent(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
             bucket = Bucket(range(len(tensors)), tensors)
             flat = bucket.pack(tensors).flat
             return bucket.in_memory(flat.to(device, non_blocking=True)).views
+    # A nested tensor's graph cannot pass through a function of our own.
+    to_cpu = device.type == "cpu" and torch.is_grad_enabled() and tensors[0].requires_grad
+    if to_cpu and can_be_packed(tensors[0]):
+        return [_to_cpu(tensors[0])]
     return [tensors[0].to(device, non_blocking=True)]
+
+
+class _ToCPU(torch.autograd.Function):
+    """A copy to the CPU without a wait, also for its gradient; the copy of autograd would block."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.device = tensor.device
+        return tensor.to("cpu", non_blocking=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to(ctx.device, non_blocking=True)
+
+
+_to_cpu: Callable[[Tensor], Tensor] = _ToCPU.apply
 
 
 def gradients_on(device: torch.device, gradients: list[Tensor | None]) -> list[Tensor | None]:

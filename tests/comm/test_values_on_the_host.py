@@ -167,6 +167,15 @@ def test_all_values_on_the_host_are_there(make: Any, mode: Any, executor: Any) -
     assert_equal_trees(several, read(make, 1), "values", atol=1e-5, rtol=0)
 
 
+class HostLoss(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch).cpu()
+
+
+def test_a_loss_on_the_host_gets_the_gradient_of_a_joint_loss_on_the_root() -> None:
+    assert_equal_trees(read(HostLoss, 3), read(HostLoss, 1), "values", atol=1e-5, rtol=0)
+
+
 @pytest.mark.usefixtures("on_side_streams")
 def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams() -> None:
     """Also where the backward is called by a thread that has others."""

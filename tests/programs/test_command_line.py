@@ -76,9 +76,7 @@ NEEDED = (
 
 
 @pytest.mark.slow
-def test_a_base_install_starts_every_verb_and_names_a_missing_extra(
-    tmp_path: Path,
-) -> None:
+def test_a_base_install_starts_every_verb_and_names_a_missing_extra(tmp_path: Path) -> None:
     """In one process: its imports take longer than all of them."""
     packages = tmp_path / "site-packages"
     packages.mkdir()

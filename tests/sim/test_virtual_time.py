@@ -188,9 +188,7 @@ def test_events_tell_the_time_of_the_clock_that_both_have(machine: Machine) -> N
 # --- host threads ---------------------------------------------------------------------------------
 
 
-def test_a_thread_goes_on_after_the_threads_that_work_for_it(
-    machine: Machine,
-) -> None:
+def test_a_thread_goes_on_after_the_threads_that_work_for_it(machine: Machine) -> None:
     machine.ops(0, 3)
     torch.sim.synchronize(0)
     work_for_main = torch.sim.hand_over()
@@ -207,9 +205,7 @@ def test_a_thread_goes_on_after_the_threads_that_work_for_it(
     assert elapsed() == 60 * US
 
 
-def test_a_thread_goes_on_after_the_backward_it_has_called(
-    machine: Machine,
-) -> None:
+def test_a_thread_goes_on_after_the_backward_it_has_called(machine: Machine) -> None:
     class Waiting(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ def test_the_numbers_are_those_of_one_device(
 # What is there already, once more in two processes
 
 MATRIX = "same_numbers/test_conformance.py::test_as_one_device"
-QUICK = ["measured-plain-cpu", "language-weights-cpu", "lists-accumulation-sim"]
+QUICK = ["language-plain-cpu", "measured-weights-cpu", "multitask-accumulation-sim"]
 FORWARD = {"forward", "manual", "two-optimizers", "adversarial", "contrastive"}
 """Options and families in forward mode, which several processes refuse by name."""
 TURNS = 6

@@ -1,8 +1,8 @@
 """Conformance: many kinds of models x options, each against one device in the same precision.
 
 By default every family is tried without options on CPU replicas and on simulated devices, and the
-i-th option on every fifth family from the i-th on, by turns on the two kinds of devices: so an
-option meets two or three families, and a family five or six options. The rest of the product is
+i-th option on every sixth family from the i-th on, by turns on the two kinds of devices: so an
+option meets two or three families, and a family four or five options. The rest of the product is
 marked slow, each case on one of the kinds of devices.
 """
 
@@ -32,7 +32,7 @@ from lightning_dp import DataParallelStrategy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EVERY = 5
+EVERY = 6
 KINDS = as_parameters()
 
 

@@ -106,45 +106,45 @@ class Family(LightningModule):
         return torch.optim.AdamW(self.trained(), self.lr)
 
 
-class Measured(Family):
-    """Residual layers, and metrics: plain, wrapped, in collections, with all they have seen."""
+def accuracy() -> torchmetrics.Metric:
+    return torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+
+
+class Perceptron(Family):
+    """Residual layers, layer norm, accuracy."""
 
     def build(self) -> None:
         self.first = nn.Linear(6, 8)
         self.backbone = nn.Sequential(nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
         self.head = nn.Linear(8, CLASSES)
-        task: dict[str, Any] = {"task": "multiclass", "num_classes": CLASSES}
-        metrics: dict[str, Any] = {
-            "f1": torchmetrics.F1Score(**task, average="macro"),
-            "auroc": torchmetrics.AUROC(**task),
-        }
-        self.acc = nn.ModuleDict(
-            {f"{stage}_": torchmetrics.Accuracy(**task) for stage in ("train", "val", "test")}
-        )
-        self.val = torchmetrics.MetricCollection(metrics, prefix="val/")
-        self.best = torchmetrics.MinMaxMetric(torchmetrics.Accuracy(**task))
-        self.mean = torchmetrics.MeanMetric()
+        stages = ("train_", "val_", "test_")
+        self.acc = nn.ModuleDict({stage: accuracy() for stage in stages})
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         return self.head(h + self.backbone(h))
 
     def extras(self, stage: str, outputs: Any, batch: Any) -> None:
-        options: dict[str, Any] = {"on_epoch": True, "batch_size": self.count(batch)}
-        accuracy = self.acc[f"{stage}_"]
-        accuracy(outputs, batch[1])
-        self.log(f"{stage}/acc", accuracy, **options)
-        if stage == "train":
-            self.best.update(outputs, batch[1])
-            self.mean(outputs.logsumexp(1))
-            self.log("train/mean", self.mean, on_step=True, **options)
-        elif stage == "val":
-            self.val.update(outputs, batch[1])
-            self.log_dict(self.val, **options)
+        metric = self.acc[f"{stage}_"]
+        metric(outputs, batch[1])
+        self.log(f"{stage}/acc", metric, on_epoch=True, batch_size=self.count(batch))
 
-    def on_train_epoch_end(self) -> None:
-        self.log_dict({f"train/{name}": value for name, value in self.best.compute().items()})
-        self.best.reset()
+
+class Convolutional(Family):
+    """Convolutions with group norm, on images."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.head = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(6, CLASSES))
+
+    @staticmethod
+    def sample(g: torch.Generator, i: int) -> Any:
+        return torch.randn(1, 6, 6, generator=g), i % CLASSES
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
 
 
 class Recurrent(Family):
@@ -333,23 +333,49 @@ class MultiTask(Family):
         return {"of": batch["name"], **self.outputs(batch)}
 
 
-class Lists(Family):
-    """Parameters in lists and dicts, a buffer that is read, a pretrained part that stays."""
+class Regression(Family):
+    """Two outputs in a tuple, several losses, and a metric of their errors."""
 
     def build(self) -> None:
-        self.pretrained = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).requires_grad_(False)
-        self.pretrained[1].running_mean.copy_(torch.linspace(-1, 1, 6))
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.Softplus())
+        self.head = nn.Linear(8, 2)
+        self.error = torchmetrics.MeanSquaredError()
+
+    @staticmethod
+    def sample(g: torch.Generator, i: int) -> Any:
+        return torch.randn(6, generator=g), torch.randn((), generator=g)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.backbone(x)
+        mean, scale = self.head(h * h).unbind(1)
+        return mean, F.softplus(scale) + 0.1
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        (mean, scale), y = outputs, batch[1]
+        likelihood = (((y - mean) / scale).square() / 2 + scale.log()).mean()
+        return likelihood + F.l1_loss(mean, y) + F.huber_loss(mean, y)
+
+    def extras(self, stage: str, outputs: Any, batch: Any) -> None:
+        if stage != "train":
+            self.error(outputs[0], batch[1])
+            self.log(f"{stage}/error", self.error, batch_size=self.count(batch))
+
+
+class Lists(Family):
+    """Parameters in lists and dicts, some frozen, and a buffer that a forward reads."""
+
+    def build(self) -> None:
         self.backbone = nn.Module()
         self.backbone.weights = nn.ParameterList([torch.randn(6, 6) / 2 for _ in range(3)])
-        self.affine = nn.ParameterDict({"scale": torch.ones(6), "shift": torch.zeros(6)})
+        pairs = {"scale": torch.ones(6), "shift": torch.zeros(6)}
+        self.affine = nn.ParameterDict(pairs)
+        self.fixed = nn.ParameterList([nn.Parameter(torch.randn(6), requires_grad=False)])
         self.head = nn.Linear(6, CLASSES)
         self.register_buffer("mean", torch.full((6,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.pretrained.eval()
-        x = self.pretrained(x)
         for weight in self.backbone.weights:
-            x = torch.tanh(x @ weight - self.mean)
+            x = torch.tanh(x @ weight - self.mean + self.fixed[0])
         return self.head(x * self.affine["scale"] + self.affine["shift"])
 
 
@@ -363,6 +389,20 @@ class Reparametrised(Family):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.second(torch.tanh(self.backbone(x)))))
+
+
+class Frozen(Family):
+    """A pretrained backbone that stays as it is, batch norm in evaluation mode included."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.backbone[1].running_mean.copy_(torch.linspace(-1, 1, 8))
+        self.backbone.requires_grad_(False)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.backbone.eval()
+        return self.head(self.backbone(x))
 
 
 class Experts(Family):
@@ -382,6 +422,64 @@ class Experts(Family):
                 weighted = expert(x[mine]) * share[mine, None]
                 h = h.index_add(0, mine, weighted.to(h.dtype))  # autocast makes it smaller
         return self.head(torch.relu(h))
+
+
+class Measured(Family):
+    """Collections of metrics, wrapped metrics and metrics that keep all they have seen."""
+
+    def build(self) -> None:
+        self.backbone = nn.Linear(6, 8)
+        self.head = nn.Linear(8, CLASSES)
+        task: dict[str, Any] = {"task": "multiclass", "num_classes": CLASSES}
+        metrics: dict[str, Any] = {
+            "acc": torchmetrics.Accuracy(**task),
+            "f1": torchmetrics.F1Score(**task, average="macro"),
+            "auroc": torchmetrics.AUROC(**task),
+        }
+        self.val = torchmetrics.MetricCollection(metrics, prefix="val/")
+        self.best = torchmetrics.MinMaxMetric(torchmetrics.Accuracy(**task))
+        self.mean = torchmetrics.MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.backbone(x)))
+
+    def extras(self, stage: str, outputs: Any, batch: Any) -> None:
+        size = self.count(batch)
+        if stage == "train":
+            self.best.update(outputs, batch[1])
+            self.mean(outputs.logsumexp(1))
+            self.log("train/mean", self.mean, on_step=True, on_epoch=True, batch_size=size)
+        elif stage == "val":
+            self.val.update(outputs, batch[1])
+            self.log_dict(self.val, batch_size=size)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({f"train/{name}": value for name, value in self.best.compute().items()})
+        self.best.reset()
+
+
+class Variational(Family):
+    """The noise of the latent variables comes with the sample."""
+
+    def build(self) -> None:
+        self.backbone = nn.Linear(6, 8)
+        self.head = nn.Linear(4, 6)
+
+    @staticmethod
+    def sample(g: torch.Generator, i: int) -> Any:
+        return torch.randn(6, generator=g), torch.randn(4, generator=g)
+
+    def forward(self, x: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        mean, spread = self.backbone(x).chunk(2, 1)
+        return {"x": self.head(mean + noise * spread.exp()), "mean": mean, "spread": spread}
+
+    def outputs(self, batch: Any) -> Any:
+        return self(*batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        mean, spread = outputs["mean"], outputs["spread"]
+        divergence = (mean.square() + (2 * spread).exp() - 1 - 2 * spread).sum(1) / 2
+        return F.mse_loss(outputs["x"], batch[0]) + 0.1 * divergence.mean()
 
 
 class Contrastive(Family):
@@ -416,9 +514,7 @@ class Adversarial(Family):
         self.backbone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
         self.head = nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 1))
 
-    @staticmethod
-    def sample(g: torch.Generator, i: int) -> Any:
-        return torch.randn(6, generator=g), torch.randn(4, generator=g)
+    sample = Variational.sample
 
     def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         made = self.backbone(noise)
@@ -452,7 +548,22 @@ class Adversarial(Family):
 FAMILIES: dict[str, type[Family]] = {
     family.__name__.lower(): family
     for family in (
-        *(Measured, Recurrent, Language, Transformer, Autoencoder, Graph, MultiTask, Lists),
-        *(Reparametrised, Experts, Contrastive, Adversarial),
+        Perceptron,
+        Convolutional,
+        Recurrent,
+        Language,
+        Transformer,
+        Autoencoder,
+        Graph,
+        MultiTask,
+        Regression,
+        Lists,
+        Reparametrised,
+        Frozen,
+        Experts,
+        Measured,
+        Variational,
+        Contrastive,
+        Adversarial,
     )
 }

@@ -35,13 +35,8 @@ class AutoMode(Mode):
     """Runs each step in another mode, or on the root alone where that takes less time.
 
     A step's time is from its batch to the next one of the stage, so the optimizer's step and what
-    user code does in between are in it.
-
-    Args:
-        mode: the other mode.
-        split: chooses how many devices work.
-        trainer: the Trainer that runs.
-        to_check: the names of steps for which all devices work, as their first one is checked.
+    user code does in between are in it. `split` chooses how many devices work; for the steps
+    `to_check`, whose first one is checked, all do.
     """
 
     def __init__(

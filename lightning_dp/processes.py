@@ -250,13 +250,8 @@ class RankLoader:
 
     The batch of a DataLoader is the global batch, as on one device. Rank 0 draws the indices of
     each batch for all, so any sampler works and all random numbers come from one source. Each rank
-    then loads its slice. No sample is padded, repeated or dropped. Every other attribute is that of
-    the user's loader.
-
-    Args:
-        loader: the user's.
-        sizes: the sizes of all ranks' slices, given the size of a batch.
-        world: the processes.
+    then loads its slice, whose size `sizes` says, given the batch's. No sample is padded, repeated
+    or dropped. Every other attribute is that of the user's loader.
     """
 
     def __init__(self, loader: Any, sizes: Callable[[int], Sizes], world: World) -> None:

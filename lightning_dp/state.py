@@ -56,9 +56,7 @@ def warn_of_step(module: nn.Module, text: str) -> None:
 class ModuleState:
     """The attributes of the user's modules, from `begin` before a step to `settle` after it.
 
-    Args:
-        output_device: where items of lists end up.
-        skips: names modules that are not looked at, beside torch's own layers.
+    Modules that `skips` names are not looked at, nor are torch's own layers.
     """
 
     def __init__(self, output_device: torch.device, skips: Callable[[nn.Module], bool]) -> None:

@@ -15,7 +15,6 @@ import logging
 import pickle
 import random
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextlib import redirect_stderr as stderr_to
@@ -54,13 +53,19 @@ def muted() -> Iterator[None]:
         is_checking.reset(token)
 
 
-class Call(ABC):
+class Call:
     """What is checked: a call of a module with a small batch, and the program around it.
 
     Args:
         engine: an engine of the check's own, whose replicas run one after another.
         sizes: how many of the batch's samples each device gets.
         batch: the small batch.
+        make: makes the call, as the engine takes it.
+        parse: takes an output apart: the loss whose gradients are compared, if there is one, and
+            the leaves of the rest.
+        reports_loss: whether the loss is the user's own, and not made by the check.
+        compares_attributes: whether attributes that the forward binds on modules are compared.
+        context: surrounds the forward.
         recording: records what a call reports elsewhere than in its output.
         others: optimizers and schedulers outside of the module, which are put back as well.
 
@@ -70,21 +75,23 @@ class Call(ABC):
         python_draws: the state of Python's and NumPy's generators after the latest run's call.
     """
 
-    reports_loss = True  # the loss is the user's own, and not made by the check
-    compares_attributes = False  # that the forward binds on modules
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the forward
-
     def __init__(
         self,
         engine: Engine,
         sizes: Sizes,
         batch: Any,
         *,
+        make: Callable[[], ReplicaCall],
+        parse: Callable[[Any], tuple[Tensor | None, Iterable[tuple[tree.Path, Any]]]],
+        reports_loss: bool = True,
+        compares_attributes: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         recording: Callable[[], AbstractContextManager[Values]] = lambda: nullcontext({}),
         others: Mapping[str, Any] | None = None,
     ) -> None:
         self.module, self.engine, self.sizes, self._batch = engine.module, engine, sizes, batch
-        self._recording = recording
+        self._make, self._parse, self._context, self._recording = make, parse, context, recording
+        self.reports_loss, self._compares_attributes = reports_loss, compares_attributes
         self.active = [k for k, size in enumerate(sizes) if size]
         layers: Iterable[tuple[str, Any]] = self.module.named_modules()
         trained = [(name, layer) for name, layer in layers if layer.training]
@@ -93,14 +100,6 @@ class Call(ABC):
         self.draws, self.python_draws = ConstantDraws(), b""
         devices = [*engine.devices, engine.output_device]
         self._snapshot = Snapshot(self.module, devices, others or {})
-
-    @abstractmethod
-    def on_replicas(self) -> ReplicaCall:
-        """The call, as the engine makes it."""
-
-    @abstractmethod
-    def parse(self, output: Any) -> tuple[Tensor | None, Iterable[tuple[tree.Path, Any]]]:
-        """The loss whose gradients are compared, if there is one, and the leaves of the rest."""
 
     def end(self) -> None:
         """Puts everything back as it was, and closes the engine."""
@@ -151,16 +150,16 @@ class Call(ABC):
             for layer in self.norms.values() if norms_off else ():
                 layer.training = False
             with draws if constant_draws else nullcontext(), self._recording() as values:
-                batch, call = tree.map_leaves(copied, self._batch), self.on_replicas()
+                batch, call = tree.map_leaves(copied, self._batch), self._make()
                 if shard is not None:
                     batch = engine.cut(batch, sizes)[shard]
                 engine.resync()
-                with self.context():
+                with self._context():
                     output = engine.step(call, batch)
                 self.python_draws = pickle.dumps((random.getstate(), np.random.get_state()))
-                loss, rest = self.parse(output)
+                loss, rest = self._parse(output)
                 # `ModuleState` warns of what a forward in a Trainer binds, not of its backward's.
-                named = [] if self.compares_attributes else snapshot.bound()
+                named = [] if self._compares_attributes else snapshot.bound()
                 if loss is not None and loss.requires_grad:
                     loss.backward()
             return {**values, **self._values(loss, rest, snapshot.changes(named))}

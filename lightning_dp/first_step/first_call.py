@@ -66,10 +66,18 @@ class FirstCalls:
             return
 
         def make_call() -> Call:
-            call = ForwardCall(self.make_engine(), report.sizes, part, **self.around)
-            call.path, call.num_args, call.engine.asked = path, num_args, engine.asked
-            call.compares_attributes = not self.around
-            return call
+            spread = self.make_engine()
+            spread.asked = engine.asked
+            return Call(
+                spread,
+                report.sizes,
+                part,
+                make=lambda: SpreadCall(spread, path, num_args, training=spread.is_training),
+                parse=_parser(spread),
+                reports_loss=False,
+                compares_attributes=not self.around,
+                **self.around,
+            )
 
         check(make_call, report)
         self.seen.add(kind)
@@ -77,52 +85,45 @@ class FirstCalls:
         self.found(report)
 
 
-class ForwardCall(Call):
-    """The call of `forward` of a submodule; in training the backward of a weighted sum of outputs.
+def _parser(engine: ForwardParallel) -> Callable[[Any], tuple[Tensor | None, list[Any]]]:
+    """Returns a function that gives a weighted sum of the leaves of an output, and these leaves.
 
-    Its batch are the arguments: the first `num_args` by position, the others by name.
+    A plain sum would have zero gradients behind a softmax or layer norm. Without a backward there
+    is no sum.
     """
+    of_root: dict[tree.Path, Any] = {}  # the output of the first run: of all samples
 
-    engine: ForwardParallel
-    reports_loss = False
-    path, num_args = "", 0
-    _of_root: dict[tree.Path, Any] | None = None  # the outputs of the first run: of all samples
-
-    def on_replicas(self) -> SpreadCall:
-        """The call."""
-        training = self.engine.is_training
-        return SpreadCall(self.engine, self.path, self.num_args, training=training)
-
-    def parse(self, output: Any) -> tuple[Tensor | None, list[tuple[tree.Path, Any]]]:
-        """A weighted sum of all outputs, and these.
-
-        A plain sum would have zero gradients behind a softmax or layer norm.
-        """
-        if self._of_root is None:
-            self._of_root = dict(tree.places(copy_to_cpu(output)))
-        leaves = [(path, self._joined(path, leaf)) for path, leaf in tree.places(output)]
-        trains = torch.is_grad_enabled() and self.engine.is_training
+    def parse(output: Any) -> tuple[Tensor | None, list[Any]]:
+        if not of_root:
+            of_root.update(tree.places(copy_to_cpu(output)))
+        sizes = engine.last_sizes
+        leaves = [
+            (path, _joined(leaf, of_root.get(path), sizes)) for path, leaf in tree.places(output)
+        ]
+        trains = torch.is_grad_enabled() and engine.is_training
         terms = []
         for _, leaf in leaves if trains else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
                 # Multiples of the golden ratio, modulo 1: even, and without random numbers.
                 golden = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * 0.6180339887498949
                 weights = (golden.frac() - 0.5).view(leaf.shape).to(leaf)
-                terms.append((leaf * weights).sum().to(self.engine.output_device).double().real)
+                terms.append((leaf * weights).sum().to(engine.output_device).double().real)
         return torch.stack(terms).sum() if terms else None, leaves
 
-    def _joined(self, path: tree.Path, leaf: Any) -> Any:
-        """Reduces a scalar output, which comes as one number per replica, to one number.
+    return parse
 
-        Users take its sum or its mean: whichever is nearer to the number of the root alone.
-        """
-        one = (self._of_root or {}).get(path)
-        used = torch.tensor([size for size in self.engine.last_sizes if size], dtype=torch.float64)
-        are_stacked = isinstance(leaf, Tensor) and leaf.shape == used.shape
-        if not (are_stacked and isinstance(one, Tensor) and one.shape == (1,)):
-            return leaf
-        ways = leaf.sum(), (leaf * (used / used.sum()).to(leaf)).sum()
-        return min(ways, key=lambda value: abs(complex(value) - complex(one)))
+
+def _joined(leaf: Any, one: Any, sizes: Sizes) -> Any:
+    """Reduces a scalar output, which comes as one number per replica, to one number.
+
+    Users take its sum or its mean: whichever is nearer to the number of the root alone, `one`.
+    """
+    used = torch.tensor([size for size in sizes if size], dtype=torch.float64)
+    are_stacked = isinstance(leaf, Tensor) and leaf.shape == used.shape
+    if not (are_stacked and isinstance(one, Tensor) and one.shape == (1,)):
+        return leaf
+    ways = leaf.sum(), (leaf * (used / used.sum()).to(leaf)).sum()
+    return min(ways, key=lambda value: abs(complex(value) - complex(one)))
 
 
 # The part of a batch that is checked

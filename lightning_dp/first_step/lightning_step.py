@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_dp.first_step.call import Call
 from lightning_dp.first_step.compare import check
@@ -27,7 +26,7 @@ from lightning_dp.modes import Mode, Transfer
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.step import EvaluationStep, StepOutput, StepParallel, TrainingStep
+from lightning_dp.parallel.step import EvaluationStep, StepOutput, TrainingStep
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -85,12 +84,19 @@ class FirstSteps:
                 report.skipped = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
 
         def make_call() -> Call:
-            call = StepCall(self._make_engine(), report.sizes, part, **_around(self.trainer))
-            transfer = partial(self.transfer, dataloader_idx=mode.dataloader_idx)
-            call.method, call.args, call.transfer = method, args, transfer
+            engine = self._make_engine()
             name = method.replace("training", "train").replace("validation", "val")
-            call.context = getattr(self.trainer.precision_plugin, f"{name}_context")
-            return call
+            transfer = partial(self.transfer, dataloader_idx=mode.dataloader_idx)
+            kind = TrainingStep if method == "training_step" else EvaluationStep
+            return Call(
+                engine,
+                report.sizes,
+                part,
+                make=partial(kind, engine, method, args, transfer),
+                parse=partial(_parse, method),
+                context=getattr(self.trainer.precision_plugin, f"{name}_context"),
+                **_around(self.trainer),
+            )
 
         check(make_call, report)
         self._found(report)
@@ -105,25 +111,12 @@ class FirstSteps:
         announce(report, asked=self.option is True, info=rank_zero_info)
 
 
-class StepCall(Call):
-    """One step of a LightningModule, in step mode."""
-
-    engine: StepParallel
-    method: str
-    args: tuple[Any, ...]
-    transfer: Transfer
-
-    @override
-    def on_replicas(self) -> EvaluationStep:
-        kind = TrainingStep if self.method == "training_step" else EvaluationStep
-        return kind(self.engine, self.method, self.args, self.transfer)
-
-    @override
-    def parse(self, output: Any) -> tuple[Tensor | None, list[tuple[tree.Path, Any]]]:
-        loss = None
-        if output is not None and self.method == "training_step":
-            loss, output = StepOutput.parse(output)[0::3]
-        return loss, [] if output is None else tree.places(output)
+def _parse(method: str, output: Any) -> tuple[Tensor | None, list[tuple[tree.Path, Any]]]:
+    """The loss that a step has returned, and the leaves of the rest."""
+    loss = None
+    if output is not None and method == "training_step":
+        loss, output = StepOutput.parse(output)[0::3]
+    return loss, [] if output is None else tree.places(output)
 
 
 # The Trainer around a call

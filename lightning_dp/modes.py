@@ -144,10 +144,7 @@ class StepMode(Mode):
 
 
 class ForwardMode(Mode):
-    """Runs each step once, with the whole batch, on the output device.
-
-    Its engine, a `ForwardParallel`, takes the other options.
-    """
+    """Runs each step once, with the whole batch; a `ForwardParallel` takes the other options."""
 
     def __init__(
         self,

@@ -248,10 +248,7 @@ def _new_items(before: Any, after: Any) -> list[Any] | None:
 
 
 class Merge:
-    """Brings what the replicas did to their containers in a step into the root's.
-
-    Items end up on the output device.
-    """
+    """Brings what a step did to the replicas' containers into the root's, on the output device."""
 
     def __init__(self, output_device: torch.device) -> None:
         self._output_device = output_device

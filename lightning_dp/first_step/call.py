@@ -71,7 +71,6 @@ class Call:
 
     Attributes:
         norms: layers that keep statistics of the batch, by name.
-        draws: see `ConstantDraws`.
         python_draws: the state of Python's and NumPy's generators after the latest run's call.
     """
 

@@ -86,10 +86,9 @@ class FirstCalls:
 
 
 def _parser(engine: ForwardParallel) -> Callable[[Any], tuple[Tensor | None, list[Any]]]:
-    """Returns a function that gives a weighted sum of the leaves of an output, and these leaves.
+    """Returns a function that gives a weighted sum of an output's leaves, and these leaves.
 
-    A plain sum would have zero gradients behind a softmax or layer norm. Without a backward there
-    is no sum.
+    A plain sum would have zero gradients behind a softmax or layer norm.
     """
     of_root: dict[tree.Path, Any] = {}  # the output of the first run: of all samples
 

@@ -173,9 +173,9 @@ MUTANTS = {
         "a frozen parameter has no gradient",
     ),
     "replicate/buffers-not-sent": Mutant(
-        _of("replicate.replicas:Replicas.refresh"),
-        "if not (all_buffers or everything or self._reads_buffers()):",
-        "if True:",
+        _of("reduce.reducer:Reducer.begin_step"),
+        'return "read" if self._root_keeps_its_buffers(shards) else "all"',
+        'return "changed"',
         "replicas read the root's buffers",
     ),
     "apply/autocast-dtype-lost": Mutant(

@@ -51,6 +51,7 @@ from lightning_dp.parallel.scatter import (
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.torch_private import (
     backward_id,
+    dynamo_utils,
     is_profiling,
     more_recompilations,
 )
@@ -270,14 +271,13 @@ class Engine:
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
         """Copies what has changed on the root to the active replicas; returns all replicas."""
         replicas = self.replicas
-        all_buffers = self.reducer.begin_step(shards, training=call.training)
-        replicas.refresh(shards.active, frozen=call.resends_frozen, all_buffers=all_buffers)
+        buffers = self.reducer.begin_step(shards, training=call.training)
+        replicas.refresh(shards.active, frozen=call.resends_frozen, buffers=buffers)
         in_order = replicas.compiles or replicas.run_in_order
         in_threads = self.executor.choose(call.name, len(shards.active), in_order=in_order)
         # Backwards that run one at a time may accumulate into the root's gradients. In forward mode
         # replicas compute with aliases instead if the backward's end has to call `take_buffers`.
-        at_end = call.training and all_buffers
-        replicas.share_parameters(not at_end if call.is_one_graph else not in_threads)
+        replicas.share_parameters(buffers != "all" if call.is_one_graph else not in_threads)
         return replicas.modules
 
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
@@ -293,7 +293,7 @@ class Engine:
             tasks.append(Task(k, self.devices[k], run, partial(shards.place, call.name, k)))
         if call.training and self.meter.is_watched and not shards.whole:
             self.meter.start(shards.sizes, tasks)
-        compiles = self.replicas.compiles
+        compiles, num_compiled = self.replicas.compiles, _num_compiled()
         compiling = more_recompilations(len(self.devices)) if compiles else nullcontext()
         try:
             # The context records what replicas do to metrics, logs and lists.
@@ -308,6 +308,8 @@ class Engine:
             if backward_id() < 0:
                 self.replicas.drop()
             raise
+        if _num_compiled() != num_compiled:  # of functions that were not known
+            self.replicas.compiles = True
         if call.training:
             self.reducer.after_forward(shards)
             self._counted = shards.sizes
@@ -398,3 +400,9 @@ class Engine:
 def _after(before: Callable[[], object], call: Callable[[], Any]) -> Any:
     before()
     return call()
+
+
+def _num_compiled() -> int:
+    """How many frames the process has compiled so far."""
+    dynamo = dynamo_utils()
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])

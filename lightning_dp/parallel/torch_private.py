@@ -7,6 +7,7 @@ release of torch renames breaks that feature, with torch's AttributeError, and n
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -259,6 +260,10 @@ def not_compiled(function: Function) -> Function:
     """The function, behind a graph break; with `fullgraph=True` the compiler raises an error."""
     why = 'lightning_dp spreads this call: leave fullgraph out, which mode="step" alone allows'
     return cast(Function, torch.compiler.disable(function, reason=why))
+
+
+dynamo_utils: Callable[[], Any] = partial(sys.modules.get, "torch._dynamo.utils")
+"""Dynamo's module with `counters`; None while nothing has been compiled."""
 
 
 def more_recompilations(times: int) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ which makes one for each size.
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +152,23 @@ def test_many_graphs_for_many_replicas() -> None:
     job.fit(Static(), oracle.loader(120, 50), oracle.loader(4))
     assert len(COMPILERS) > 2 * limit == 16 and set(COMPILERS) == {"MainThread"}
     assert torch._dynamo.config.recompile_limit == limit
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_no_look_finds_is_noticed_when_it_is_compiled() -> None:
+    seen: list[str] = []
+
+    class Helped(oracle.Classifier):
+        def on_train_start(self) -> None:
+            self.helper = SimpleNamespace(function=compiled(lambda x: x.sin()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(threading.current_thread().name)
+            return super().training_step([self.helper.function(batch[0]), batch[1]], batch_idx)
+
+    strategy = DataParallelStrategy(executor="threads")
+    oracle.trainer(3, strategy, max_epochs=1).fit(Helped(), loader(), loader())
+    assert "MainThread" not in seen[:3] and "MainThread" in seen[3:]
 
 
 @pytest.mark.parametrize("how", ["compile()", "torch.compile"])

@@ -341,5 +341,5 @@ def test_what_has_the_id_of_a_buffer_that_is_gone_is_not_taken_for_it() -> None:
     for _ in range(20):
         net.scale = net.scale + 0.1  # which frees the one before
         net.kept = [net.scale.detach() for _ in range(9)]
-        replicas.refresh()
+        replicas.refresh(buffers="all")
         assert all(map(lambda a, b: a is b, replicas.modules[1].kept, net.kept))

@@ -49,7 +49,7 @@ def test_buffers_that_a_step_writes_or_binds_are_the_replicas_own_until_all_are_
         call(other, torch.ones(3, 2))
         assert other.mean.tolist() == [1, 1] and other.norm.num_batches_tracked == 1
     assert net.mean.tolist() == [0, 0] and net.late is None and net.norm.num_batches_tracked == 0
-    replicas.refresh()
+    replicas.refresh(buffers="all")
     for own in replicas.modules:
         assert own.mean.tolist() == [0, 0] and own.late is None
         assert own.norm.running_mean.tolist() == [0, 0] and own.norm.num_batches_tracked == 0

@@ -26,7 +26,7 @@ from lightning_dp.parallel.apply import Task
 from lightning_dp.parallel.comm import are_accelerators, gradients_on, on_streams, side_streams
 from lightning_dp.parallel.reduce.buffers import Buffers, BufferSnapshot, reduce_buffers
 from lightning_dp.parallel.reduce.overlap import Overlap
-from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.replicate import BufferCopies, Replicas
 from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.torch_private import (
     add_to_each,
@@ -79,14 +79,14 @@ class Reducer:
 
     # One step
 
-    def begin_step(self, shards: Shards, *, training: bool) -> bool:
-        """Ends the step before; returns whether replicas get also buffers that none reads."""
+    def begin_step(self, shards: Shards, *, training: bool) -> BufferCopies:
+        """Ends the step before; returns which buffers the replicas get."""
         self.settle()
         if not training:
-            return True
+            return "changed"
         if self._can_fail:
-            self.snapshot = BufferSnapshot(self._replicas.buffers[0])
-        return not self._root_keeps_its_buffers(shards)
+            self.snapshot = BufferSnapshot(self._replicas.root_buffers)
+        return "read" if self._root_keeps_its_buffers(shards) else "all"
 
     def after_forward(self, shards: Shards) -> None:
         """Notes whose buffers the root gets, after the backward or before the next step.

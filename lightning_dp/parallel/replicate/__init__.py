@@ -1,5 +1,6 @@
 """Replicas: one module on every device, built once, kept, and refreshed where the root changed."""
 
+from lightning_dp.parallel.replicate.replicas import BufferCopies as BufferCopies
 from lightning_dp.parallel.replicate.replicas import Contents as Contents
 from lightning_dp.parallel.replicate.replicas import Replicas as Replicas
 from lightning_dp.parallel.replicate.structure import ModuleStructure as ModuleStructure

@@ -3,10 +3,10 @@
 [Note: what is copied when] A replica's parameters are leaves. On the root's device they are in the
 root's memory; elsewhere they are copies, sent again if the version counter or data pointer of the
 root's has changed. Trained parameters are also sent after every optimizer step or backward, because
-fused optimizers raise no version counter. Buffers are copied before every forward that reads them,
-to memory of their own, also on the root's device, where a step may resize them. Attributes are
-copied anew, all of them, when one of the root's is bound anew or a container has other items. Where
-a parameter, submodule, hook or buffer comes or goes, all replicas are built anew.
+fused optimizers raise no version counter. Buffers are in memory of their own, also on the root's
+device, where a step may resize them. Attributes are copied anew, all of them, when one of the
+root's is bound anew or a container has other items. Where a parameter, submodule, hook or buffer
+comes or goes, all replicas are built anew.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from lightning_dp.parallel.torch_private import (
     version,
 )
 
+BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 Table: TypeAlias = dict[str, Tensor | None]
 
 _get: Callable[[dict[str, Any], str, object], Any] = dict.get
@@ -135,7 +136,7 @@ class Replicas:
         active: Collection[int] | None = None,
         *,
         frozen: bool = False,
-        all_buffers: bool = True,
+        buffers: BufferCopies = "changed",
     ) -> None:
         """Brings replicas up to date; a root with other parameters or submodules gets new ones.
 
@@ -143,7 +144,7 @@ class Replicas:
             active: those of this step; None for all.
             frozen: copies also all parameters with requires_grad=False, not only those known to
                 have changed, since writes through `.data` cannot be detected.
-            all_buffers: copies buffers also if the forward only writes to them.
+            buffers: "changed", "all", or "read": all, but none if the forward only writes to them.
         """
         are_dropped, self._are_dropped = self._are_dropped, True  # until this has ended
         # An inference tensor could never be trained, and evaluation often comes before training.
@@ -157,8 +158,10 @@ class Replicas:
             elif others:
                 everything = any([replica.stale == "all" for replica in others])
                 self._copy_parameters(others, frozen)
-                if not (all_buffers or everything or self._reads_buffers()):
+                if buffers == "read" and not (everything or self._reads_buffers()):
                     others = []
+                elif buffers == "changed" and not everything:
+                    others = [replica for replica in others if replica.has_other_buffers()]
                 has_new = bool(others) and self._copy_buffers(others)
                 if (has_new and self._hold_tensors) or self._have_other_attributes():
                     self._copy_attributes()
@@ -252,6 +255,11 @@ class Replicas:
                     changed = True
         if changed and self._hold_tensors:
             self._copy_attributes()
+
+    @property
+    def root_buffers(self) -> list[Tensor | None]:
+        """The root's buffers."""
+        return entries(self._structure.buffer_tables)
 
     @property
     def buffers(self) -> list[list[Tensor | None]]:
@@ -391,10 +399,21 @@ class Replica:
         chosen = {True: trained, False: frozen}
         return stale.union(i for i, trains in enumerate(state.requires_grad) if chosen[trains])
 
+    def has_other_buffers(self) -> bool:
+        """Whether buffers of the root, or its own, were bound or written to since their copy."""
+        return self._all_buffers()[1] != self._seen_buffers[1]
+
+    def _all_buffers(self) -> tuple[list[Tensor | None], list[float]]:
+        """The root's buffers and its own; and their ids, pointers and versions, to be compared."""
+        found = entries(self._source.buffer_tables + self.buffer_tables)
+        present = [buffer for buffer in found if buffer is not None]
+        return found, [*map(id, found), *pointers_of(present), *versions_of(present)]
+
     def take_buffers(self, roots: list[Tensor], copies: list[Tensor]) -> None:
         """Takes copies of the root's buffers as its own."""
         self._root_buffers, self._buffers = roots, copies
         self._compute_with([*self._in_use[: len(self.parameters)], *copies])
+        self._seen_buffers = self._all_buffers()  # kept alive: no other tensor can get their ids
 
     def _stand_ins(self) -> dict[int, Any]:
         """The tensors it computes with, by the ids of the root's parameters and buffers."""

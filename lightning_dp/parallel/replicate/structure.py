@@ -121,7 +121,8 @@ def refuse_limited_norms(modules: Sequence[nn.Module]) -> None:
 def holds_compiled_code(root: nn.Module) -> bool:
     """Whether submodules, their methods, or global names in these are results of `torch.compile`.
 
-    The copier of attributes finds compiled functions on `self`.
+    The copier of attributes finds compiled functions on `self`. Any others are noticed by dynamo's
+    counter when they are compiled, and replicas run in order from then on.
     """
     modules = list(root.modules())
     classes = {cls for module in modules for cls in type(module).__mro__}

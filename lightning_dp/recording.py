@@ -507,8 +507,9 @@ def _own_weights(
     """The options of the joint call, and the weights of the replicas' values.
 
     The replicas' `batch_size` are the weights, and their sum is the joint call's. If all shards so
-    far had the same one, not their size, it is a constant: the weights are the shards' sizes, and
-    the joint one is `count` times it. `seen` has each name's constant, or None if it has varied.
+    far had the same one, not their size, it is a constant: the weights are the shards' sizes, and a
+    batch with fewer samples than the `count` replicas has the sum of batches for all. `seen` has
+    each name's constant, or None if it has varied.
     """
     first = given[0]
     for other in given:
@@ -523,11 +524,12 @@ def _own_weights(
     if first.get("batch_size") is None:
         return first, sizes
     own = [int(options["batch_size"]) for options in given]
-    known = seen.get(name, own[0])
-    seen[name] = own[0] if set(own) == {known} else None
+    known = seen.get(name)
+    seen[name] = own[0] if set(own) == {seen.get(name, own[0])} else None
     if seen[name] is None or own == [*sizes]:
         return {**first, "batch_size": sum(own)}, own
-    return {**first, "batch_size": own[0] * count}, sizes
+    shards = count if known and sum(sizes) < count else len(own)
+    return {**first, "batch_size": own[0] * shards}, sizes
 
 
 def _as_number(number: Any, device: torch.device) -> Tensor:

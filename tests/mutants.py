@@ -460,14 +460,14 @@ MUTANTS = {
     ),
     "logs/constant-of-few-replicas": Mutant(
         "lightning_dp.recording:_own_weights",
-        "own[0] * count",
-        "sum(own)",
+        "count if known and sum(sizes) < count else len(own)",
+        "len(own)",
         "a batch with fewer samples than replicas weighs as much as others, if batch_size says so",
     ),
     "logs/constant-batch-size-weighs": Mutant(
         "lightning_dp.recording:_own_weights",
-        'return {**first, "batch_size": own[0] * count}, sizes',
-        'return {**first, "batch_size": own[0] * count}, own',
+        'return {**first, "batch_size": own[0] * shards}, sizes',
+        'return {**first, "batch_size": own[0] * shards}, own',
         "a batch_size that is one constant does not weigh uneven shards alike",
     ),
     "logs/sum-logged-as-mean": Mutant(

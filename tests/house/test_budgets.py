@@ -7,11 +7,11 @@ from support.programs import ROOT
 
 PYTHON, CPP = (".py",), (".cpp", ".h")
 BUDGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
-    "the package": (("lightning_dp",), PYTHON, 14_750),
-    "the engine": (("lightning_dp/parallel",), PYTHON, 8_150),
-    "programs": (("lightning_dp/app", "lightning_dp/doctor"), PYTHON, 850),
+    "the package": (("lightning_dp",), PYTHON, 14_050),
+    "the engine": (("lightning_dp/parallel",), PYTHON, 7_950),
+    "programs": (("lightning_dp/app", "lightning_dp/doctor"), PYTHON, 810),
     "C++ in the package": (("lightning_dp",), CPP, 0),
-    "tests": (("tests",), PYTHON, 27_750),
+    "tests": (("tests",), PYTHON, 23_000),
     "C++ in tests": (("tests",), CPP, 2_800),
     "guides": (("examples/guides",), (".md",), 900),
 }

@@ -283,7 +283,7 @@ class Swapped(Classifier):
 IN_STEPS: list[Any] = [LeavesOut, DoesNotLearn, EndsEpochs, Adversarial, InPlace, Validating]
 IN_BOTH_MODES: list[Any] = [OwnBackward, WithHook, StepsInBackward, Swapped, LooksAtParameters]
 IN_BOTH_MODES += [CopiesItself, KeepsMethods, KeepsReferences, KeepsFunctions]
-IN_BOTH_MODES += [TalksToRecurrentLayers, HasLayersInAList]
+IN_BOTH_MODES += [TalksToRecurrentLayers]
 GRADIENTS = {"inference_mode": False}
 LAWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     *(
@@ -299,6 +299,12 @@ LAWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     ),
 ]
 """Modules, options of the strategy and of the Trainer."""
+
+
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_layers_that_are_not_registered_train_where_all_replicas_have_one_device(mode: str) -> None:
+    assert_same(*(run(HasLayersInAList, k, strategy={"mode": mode}) for k in (3, 1)))
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")

@@ -463,6 +463,7 @@ MUTANTS = {
         "count if known and sum(sizes) < count else len(own)",
         "len(own)",
         "a batch with fewer samples than replicas weighs as much as others, if batch_size says so",
+        ("tests/processes/test_logs.py",),
     ),
     "logs/constant-batch-size-weighs": Mutant(
         "lightning_dp.recording:_own_weights",

@@ -27,7 +27,7 @@ from lightning_dp.lightning_private import own_device
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
+from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
 from lightning_dp.parallel.torch_private import is_profiling
 from lightning_dp.recording import StepRecorder, is_metric
 from lightning_dp.state import warn_of_step
@@ -128,7 +128,13 @@ class StepMode(Mode):
         transfer = partial(self.transfer, dataloader_idx=self.dataloader_idx)
         call = (TrainingStep if training else EvaluationStep)(self.engine, method, args, transfer)
         self._batch, self._call = batch, None
-        output = self.engine.run(call, batch, shards)
+        try:
+            output = self.engine.run(call, batch, shards)
+        except NoLossError as error:
+            # Lightning raises its own error for most outputs that are no loss.
+            loop = self.module.trainer.fit_loop.epoch_loop.automatic_optimization
+            loop.output_result_cls.from_training_step_output(error.output)
+            raise
         self._call = call
         return output
 

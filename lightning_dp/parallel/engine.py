@@ -247,8 +247,7 @@ class Engine:
             return self.planner.whole()
         costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
         least = partial(fewest_samples, self.module, path)
-        plan = self.planner.plan(n, costs, training=training, least=least)
-        return Plan(plan.sizes, reading=reading)
+        return self.planner.plan(n, costs, training=training, reading=reading, least=least)
 
     def scatter(
         self, batch: Any, transfer: Transfer = to_device, plan: Plan | None = None

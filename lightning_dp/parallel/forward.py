@@ -16,7 +16,7 @@ from lightning_dp.parallel.comm import on_streams, side_streams
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.engine import Engine, ReplicaCall
 from lightning_dp.parallel.gather import Scalars
-from lightning_dp.parallel.scatter import Shards, to_device_together
+from lightning_dp.parallel.scatter import Shards, to_device_together, tree
 from lightning_dp.parallel.torch_private import (
     COMPILED_CALL,
     backward_id,
@@ -127,6 +127,12 @@ class ForwardParallel(Engine):
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if any(isinstance(leaf, nn.Module) for leaf in tree.leaves(arguments)):
+            paths = {module: path for path, module in self.module.named_modules()}
+            arguments = tree.map_leaves(
+                lambda x: OwnPart(paths[x]) if isinstance(x, nn.Module) and x in paths else x,
+                arguments,
+            )
         again = backward_id() >= 0  # a checkpoint calls again, in a thread of autograd
         self.num_calls += 1
         if not again:
@@ -159,6 +165,13 @@ def _spread(engine: ForwardParallel, path: str, *args: Any, **kwargs: Any) -> An
     return engine.spread(path, args, kwargs)
 
 
+class OwnPart:
+    """An argument that is a part of the module: each replica gets its own."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
 class SpreadCall(ReplicaCall):
     """Calls `forward` of a submodule on all replicas, each with its shard of the arguments.
 
@@ -181,8 +194,13 @@ class SpreadCall(ReplicaCall):
 
     def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
         """The replica's `forward`."""
-        rest = {name: value for name, value in shard.items() if isinstance(name, str)}
-        args = map(shard.get, range(self._num_args))
+        given = shard
+        if any(isinstance(leaf, OwnPart) for leaf in tree.leaves(shard)):
+            given = tree.map_leaves(
+                lambda x: module.get_submodule(x.path) if isinstance(x, OwnPart) else x, shard
+            )
+        rest = {name: value for name, value in given.items() if isinstance(name, str)}
+        args = map(given.get, range(self._num_args))
         return compiled_forward(module.get_submodule(self.path))(*args, **rest)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:

@@ -199,6 +199,19 @@ class TrainingStep(EvaluationStep):
 # What a step returns
 
 
+class NoLossError(TypeError):
+    """A step returned something else than a loss; `output` is that."""
+
+    def __init__(self, output: Any) -> None:
+        is_mapping = isinstance(output, Mapping)
+        got = f"a mapping with keys {list(output)}" if is_mapping else type(output).__qualname__
+        super().__init__(
+            "Expected training_step to return a loss tensor, a mapping with one under 'loss', "
+            f"or None, got {got}. Return the loss of the samples in the batch."
+        )
+        self.output = output
+
+
 class StepOutput(NamedTuple):
     """What `training_step` returned on one replica."""
 
@@ -214,11 +227,7 @@ class StepOutput(NamedTuple):
         is_mapping = isinstance(output, Mapping)
         loss = output.get("loss") if is_mapping else output
         if not isinstance(loss, Tensor):
-            got = f"a mapping with keys {list(output)}" if is_mapping else type(output).__qualname__
-            raise TypeError(
-                "Expected training_step to return a loss tensor, a mapping with one under 'loss', "
-                f"or None, got {got}. Return the loss of the samples in the batch."
-            )
+            raise NoLossError(output)
         if loss.numel() != 1:
             raise ValueError(
                 f"Expected a loss of one element, got shape {tuple(loss.shape)}. "

@@ -265,7 +265,7 @@ STEPS: dict[str, tuple[Any, Callable[..., Any], Any, str | None]] = {
         {"lock": threading.Lock()},
         locked,
         X,
-        "is at all_gather, .* is still running|got none",
+        "(is at all_gather, .* is still running|is still running, .* is at all_gather|got none)",
     ),
     "21 two loaders": (
         {},

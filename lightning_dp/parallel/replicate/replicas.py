@@ -50,7 +50,7 @@ BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 Table: TypeAlias = dict[str, Tensor | None]
 
 _get: Callable[[dict[str, Any], str, object], Any] = dict.get
-_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_REQUIRES_GRAD, _TRAINING, _STALE = map(attrgetter, ("requires_grad", "training", "stale"))
 _HOOK_TABLES = frozenset(HOOK_TABLES)
 
 
@@ -156,7 +156,7 @@ class Replicas:
             if are_dropped or not fit or hooks != self._hooks or self._tables.differ():
                 self._build()
             elif others:
-                everything = any([replica.stale == "all" for replica in others])
+                everything = "all" in map(_STALE, others)
                 self._copy_parameters(others, frozen)
                 if buffers == "read" and not (everything or self._reads_buffers()):
                     others = []

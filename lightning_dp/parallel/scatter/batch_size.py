@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.errors import noted
+from lightning_dp.parallel.errors import add_note, noted
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.scatter.tree import is_array, is_movable, leaf_type, size_of
 
@@ -76,7 +76,11 @@ class _Found:
         pairs = tree.children(node)
         for key, child in pairs or ():
             self._visit(child, dim, (*path, key), inside)
-        size = size_of(node, dim) if pairs is None else None
+        try:
+            size = size_of(node, dim) if pairs is None else None
+        except Exception as error:
+            add_note(error, f"[cutting {tree.name(path)}, a {type(node).__qualname__}: its size]")
+            raise
         if size is not None:
             self.rows.append((path, size))
             (self.outside if inside is None else inside).add(size)

@@ -223,6 +223,7 @@ class Planner:
         costs: Callable[[], Sequence[float] | Tensor],
         *,
         training: bool,
+        reading: Any = "columns",
         least: Callable[[], int] = lambda: 1,
     ) -> Plan:
         """Decides for a batch of n samples.
@@ -231,6 +232,7 @@ class Planner:
             n: the batch size, in samples.
             costs: returns what each sample costs; called if the split is by cost.
             training: whether the step keeps a graph.
+            reading: how the batch was read; it becomes the plan's.
             least: returns the fewest samples that a replica can work with; called if a device
                 would have one of several samples, or caps are known.
         """
@@ -240,7 +242,7 @@ class Planner:
             # If the caps have no room, the step is tried without them: memory may be free by now.
             fewest = least()
             sizes = fitted(sizes, caps, fewest) or fitted(sizes, None, fewest) or sizes
-        self.latest = Plan(sizes)
+        self.latest = Plan(sizes, reading=reading)
         return self.latest
 
     def whole(self) -> Plan:

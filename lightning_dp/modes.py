@@ -27,6 +27,7 @@ from lightning_dp.lightning_private import own_device
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.replicate import layers_in
 from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
 from lightning_dp.parallel.torch_private import is_profiling
 from lightning_dp.recording import StepRecorder, is_metric
@@ -90,6 +91,7 @@ class StepMode(Mode):
         **options: Any,
     ) -> None:
         super().__init__(module, transfer)
+        check_layers_are_registered(module)
         recorder = StepRecorder(module, devices, output_device, world)
         self.engine: StepParallel = StepParallel(
             module,
@@ -147,6 +149,22 @@ class StepMode(Mode):
         if call is None:
             raise error
         self.engine.rerun(call, self._batch, context, error)
+
+
+def check_layers_are_registered(root: LightningModule) -> None:
+    """Raises a ValueError for layers with parameters that only plain containers hold."""
+    known = {*map(id, root.modules())}
+    for module in root.modules():
+        for name, value in vars(module).items():
+            for path, hidden in layers_in(value, name):
+                if id(hidden) in known or is_metric(hidden):
+                    continue
+                if [*hidden.parameters()]:
+                    raise ValueError(
+                        f"{type(module).__qualname__}.{path}: expected layers to be registered, "
+                        f"got {type(hidden).__qualname__} in a plain container: it is neither "
+                        "moved nor trained nor saved. Use an nn.ModuleList or an nn.ModuleDict."
+                    )
 
 
 class ForwardMode(Mode):

@@ -76,6 +76,14 @@ def of_two_sizes() -> DataLoader[Any]:
     return DataLoader(one, batch_size=None, collate_fn=lambda _: {"x": x, "y": y})
 
 
+class Listed(Classifier):
+    """Has a layer that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [torch.nn.Linear(10, 10)]
+
+
 HALVES = {"batch_size": lambda self, batch: 1000}
 TEXT = {"batch_size": lambda self, batch: "x"}
 COSTS = {"sample_cost": lambda self, batch: torch.ones(3)}
@@ -100,6 +108,7 @@ PYTHON = [
         "devices: expected as many as Trainer(devices=...)",
         "names, 3, got ['cpu', 'cpu']",
     ),
+    in_python(lambda: fitted(Listed()), "Listed.layers[0]", "nn.ModuleList"),
     in_python(lambda: made(weights=[1, 2, 3]), "weights: expected 2 numbers", "got 3"),
     in_python(lambda: made(weights=[1, -2]), "weights: expected a list", "[1, -2]"),
     in_python(lambda: made(weights=[0, 0]), "not all 0", "weights", "[0, 0]"),

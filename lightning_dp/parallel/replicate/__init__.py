@@ -5,4 +5,5 @@ from lightning_dp.parallel.replicate.replicas import Contents as Contents
 from lightning_dp.parallel.replicate.replicas import Replicas as Replicas
 from lightning_dp.parallel.replicate.structure import ModuleStructure as ModuleStructure
 from lightning_dp.parallel.replicate.structure import OwnAttributes as OwnAttributes
+from lightning_dp.parallel.replicate.structure import layers_in as layers_in
 from lightning_dp.parallel.replicate.structure import refuse_limited_norms as refuse_limited_norms

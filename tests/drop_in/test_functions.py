@@ -71,11 +71,11 @@ def test_scatter_and_its_gradient(k: int, place: str) -> None:
         assert gradcheck(lambda y: tuple(s.cpu() for s in scatter(y, devices_of(k))), (x,))
 
 
-def test_scatter_gives_idle_devices_none() -> None:
+def test_scatter_gives_idle_devices_none_and_takes_dim_as_the_third_argument() -> None:
     assert [shard is None for shard in scatter(inputs(1), devices_of(3))] == [False, True, True]
     assert [len(s) for s in scatter(inputs(4), devices_of(2), [1, 3])] == [1, 3]
     for dim, shape in ((0, (2, 6)), (1, (4, 3))):
-        shards = scatter(inputs(4, 6), devices_of(2), dim=dim)
+        shards = scatter(inputs(4, 6), devices_of(2), dim)
         assert [tuple(s.shape) for s in shards] == [shape] * 2
         assert_equal_trees(gather(shards, CPU, dim), inputs(4, 6), "rows", **EXACT)
 

@@ -234,7 +234,7 @@ def _check_replicated(leaf: Any, path: tree.Path, n: int, dim: int) -> None:
 def scatter(
     batch: Any,
     devices: Sequence[DeviceLike],
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int] | int | None = None,
     dim: int = 0,
 ) -> list[Any]:
     """Cuts a batch into shards and moves each to its device.
@@ -249,7 +249,7 @@ def scatter(
         batch: nested containers of tensors and other leaves.
         devices: one device per shard, as `torch.device`, name or id.
         sizes: samples per device, summing to the batch size, zeros allowed; None for an even
-            split.
+            split. An integer is `dim`, which comes third in `torch.nn.parallel.scatter`.
         dim: the dimension to cut.
 
     Returns:
@@ -266,6 +266,8 @@ def scatter(
         [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
     """
     places = resolve_devices(devices)
+    if isinstance(sizes, int):
+        dim, sizes = sizes, None
     inferred = infer_batch_size(batch, dim)
     if inferred.size is None:
         raise BatchSizeError(

@@ -29,7 +29,8 @@ def wrapper():
     return net
 
 MANY, FEW = 2_000, 500  # in 20 MiB there are 5,120
-assert faults_of_a_step() > MANY
+if faults_of_a_step() <= MANY:
+    raise SystemExit(9)
 nets = [wrapper(), wrapper()]
 assert faults_of_a_step() < FEW
 nets.pop().close()
@@ -45,5 +46,8 @@ assert faults_of_a_step(2, mib=20) < FEW, "as after a block that a program has f
 def test_freed_memory() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    for _ in range(5):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode != 9:  # else something at the end of the heap kept its memory anyway
+            break
     assert done.returncode == 0, done.stderr[-3000:]

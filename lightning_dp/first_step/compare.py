@@ -275,12 +275,14 @@ def products(calls: Sequence[Values]) -> Tensor:
 def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
     """The relative rounding error of computations in these dtypes.
 
-    GPUs may compute products of float32 with 10 of its 23 bits (TF32), which is torch's default for
-    convolutions.
+    It is larger on GPUs that compute products with 10 of float32's 23 bits (TF32).
     """
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     eps = max(torch.finfo(dtype).eps for dtype in floating or [torch.get_default_dtype()])
-    return max(eps, 1e-4) if device_type == "cuda" and eps > 1e-9 else eps
+    cudnn: Any = torch.backends.cudnn
+    kinds = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
+    is_short = device_type == "cuda" and "tf32" in [kind.fp32_precision for kind in kinds]
+    return max(eps, 1e-4) if is_short and eps > 1e-9 else eps
 
 
 def differing(alone: Values, split: Values, eps: float) -> dict[Key, float]:

@@ -5,6 +5,7 @@ Which losses, logs and outputs it names is the law table's, `test_laws`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import random
@@ -39,7 +40,7 @@ from torch.nn import functional as F
 
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.first_step import Report, first_call
-from lightning_dp.first_step.compare import distance
+from lightning_dp.first_step.compare import distance, rounding
 from lightning_dp.first_step.snapshot import Snapshot
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -233,6 +234,20 @@ def test_what_a_step_prints_warns_and_logs_in_the_check_is_not_shown() -> None:
 )
 def test_values_of_every_kind_are_compared(a: Any, b: Any, is_same: bool) -> None:
     assert (distance(a, b) == 0) is is_same
+
+
+def test_float32_is_compared_as_tf32_only_where_a_gpu_computes_so() -> None:
+    cudnn: Any = torch.backends.cudnn
+    kinds = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
+    eps = torch.finfo(torch.float32).eps
+    for short in (*kinds, None):
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.callback(setattr, kind, "fp32_precision", kind.fp32_precision)
+                kind.fp32_precision = "tf32" if kind is short else "ieee"
+            assert rounding([torch.float32], "cuda") == (1e-4 if short else eps)
+            assert rounding([torch.float32], "cpu") == eps
+            assert rounding([torch.float64], "cuda") < 1e-15
 
 
 # --- no trace -------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+import timeit
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -183,6 +184,38 @@ def test_every_split_gives_two_samples_or_none_and_keeps_to_caps(
     if most > 4:
         planner.record_oom([plan.sizes.index(most)], training=True)
         assert planner.plan(n, lambda: of, training=True).sizes[plan.sizes.index(most)] < most
+
+
+# Time
+
+
+def planned(split: Any, spread: float = 0.0, failed: int = 0) -> Callable[[], Any]:
+    """A plan for 2^20 samples, by a policy that has seen steps of unequal speed and memory."""
+    weights = [1.5, 2, 3, 4, 5, 6, 7, 8] if split == "weights" else None
+    chosen = "even" if split == "weights" else split
+    policy: Any = split_policy(chosen, weights, range(8), lambda: [10**10] * 8)
+    draw = torch.Generator().manual_seed(0)
+    costs = torch.randn(2**20, dtype=torch.float64, generator=draw).mul(spread).exp()
+    planner = Planner(8, policy)
+    for _ in range(6):
+        sizes = planner.plan(2**20, lambda: costs, training=True).sizes
+        busy = tuple(n * (k + 1) * 1e-6 for k, n in enumerate(sizes))
+        if hasattr(policy, "learn"):
+            peaks = tuple(10**9 + 100 * n for n in sizes)
+            policy.learn(StepUsage(sizes, busy, max(busy), peaks, (10**9,) * 8))
+    planner.record_oom(range(failed), training=True)
+    return lambda: planner.plan(2**20, lambda: costs, training=True)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("options", [{}, {"failed": 3}, {"spread": 4.0}], ids=str)
+@pytest.mark.parametrize("split", ["even", "weights", "adaptive", "memory", "auto", "cost"])
+def test_a_million_samples_are_planned_in_two_milliseconds(
+    split: str, options: dict[str, Any]
+) -> None:
+    """The least of many times is the plan's own; on a busy machine the limit is wider."""
+    plan = planned(split, **options)
+    assert min(timeit.repeat(plan, number=1, repeat=20)) <= 2e-3 * 3
 
 
 # Options

@@ -26,14 +26,7 @@ from laws import Contrastive, Normed
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from support.oracle import (
-    Classifier,
-    assert_equal_trees,
-    devices_of,
-    loader,
-    run,
-    trainer,
-)
+from support.oracle import Classifier, assert_equal_trees, devices_of, loader, run, trainer
 from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -260,21 +260,6 @@ class TalksToRecurrentLayers(Classifier):
         return self.net(self.last(states[:, -1]))
 
 
-class HasLayersInAList(Classifier):
-    """A layer that `parameters()` does not find, beside some that are registered elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = [self.net[0], nn.ReLU(), {"hidden": nn.Linear(10, 10).double()}]
-        self.save_hyperparameters({"layers": [nn.Linear(1, 1)]})
-
-    def on_fit_start(self) -> None:
-        self.layers[2]["hidden"].to(self.device)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(self.layers[1](self.layers[2]["hidden"](x)))
-
-
 class Swapped(Classifier):
     def configure_callbacks(self) -> Any:
         return [SwapsWeights()]
@@ -299,11 +284,6 @@ LAWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     ),
 ]
 """Modules, options of the strategy and of the Trainer."""
-
-
-@pytest.mark.on("cpu")
-def test_layers_that_are_not_registered_train_in_forward_mode_on_one_device() -> None:
-    assert_same(*(run(HasLayersInAList, k, strategy={"mode": "forward"}) for k in (3, 1)))
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")

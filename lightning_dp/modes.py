@@ -24,6 +24,7 @@ from torch.profiler import record_function
 from typing_extensions import override
 
 from lightning_dp.lightning_private import own_device
+from lightning_dp.module_state import warn_of_step
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
@@ -31,7 +32,6 @@ from lightning_dp.parallel.replicate import layers_in
 from lightning_dp.parallel.step import EvaluationStep, NoLossError, StepParallel, TrainingStep
 from lightning_dp.parallel.torch_private import is_profiling
 from lightning_dp.recording import StepRecorder, is_metric
-from lightning_dp.state import warn_of_step
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World

@@ -4,7 +4,7 @@ On a replica `self.log` (`ReplicaRecord.log`) and a metric's methods (`RecordedM
 arguments. `StepRecorder.around` surrounds the replicas' run. After it the calls of all replicas are
 joined in shard order: a metric gets the very call that one device would have made, with the whole
 batch, and `merged_log` makes one call of `self.log`. With several processes the records of all
-ranks are joined, in each of them. What a step leaves on self is in `lightning_dp.state`.
+ranks are joined, in each of them. What a step leaves on self is in `lightning_dp.module_state`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from lightning_dp.lightning_private import (
     state_defaults,
     unused_state,
 )
+from lightning_dp.module_state import ModuleState, warn_of_step
 from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.errors import noted
 from lightning_dp.parallel.gather import Join, RowRules, as_rows, fit_shapes
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards, to_device, tree, weighted_mean
-from lightning_dp.state import ModuleState, warn_of_step
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World

@@ -520,13 +520,13 @@ MUTANTS = {
         "a metric that a step resets is reset",
     ),
     "state/items-of-first-alone": Mutant(
-        "lightning_dp.state:Merge._list",
+        "lightning_dp.module_state:Merge._list",
         "root.extend(self._joined(path, tails))",
         "root.extend(tails[0])",
         "items that all replicas append are joined",
     ),
     "state/uneven-items-forgotten": Mutant(
-        "lightning_dp.state:Merge._belong_to_samples",
+        "lightning_dp.module_state:Merge._belong_to_samples",
         "self._uneven.add(path)",
         "return True",
         "items of samples follow each other in every step, also where counts are equal by chance",
@@ -557,7 +557,7 @@ MUTANTS = {
         "a save that fails leaves the old file",
     ),
     "state/different-values-silent": Mutant(
-        "lightning_dp.state:Merge._entry",
+        "lightning_dp.module_state:Merge._entry",
         "if not all(_agree(",
         "if False and not all(_agree(",
         "an attribute that replicas bind to other values is named",

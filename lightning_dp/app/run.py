@@ -1,4 +1,4 @@
-"""What surrounds a job: what is shown of its messages, and how the program ends."""
+"""Around a job: which of its messages are shown, and how the program ends."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""What is checked, and how it runs: alone or split, without a trace.
+"""The call that is checked, and how it runs: alone or split, without a trace.
 
 [Note: alone and split]
 Both are the same call of an engine of the check's own, from the same state: *alone*, the root gets
@@ -40,7 +40,7 @@ is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Drops what is printed, warned and logged meanwhile: the real call shows it again."""
+    """Drops output, warnings and log lines meanwhile: the real call shows them again."""
     token = is_checking.set(True)
     level, nowhere = logging.root.manager.disable, io.StringIO()
     logging.disable()
@@ -54,7 +54,7 @@ def muted() -> Iterator[None]:
 
 
 class Call:
-    """What is checked: a call of a module with a small batch, and the program around it.
+    """The call that is checked, of a module with a small batch, and the program around it.
 
     Args:
         engine: an engine of the check's own, whose replicas run one after another.

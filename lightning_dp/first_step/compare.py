@@ -52,7 +52,7 @@ def check(make_call: Callable[[], Call], report: Report) -> None:
 
 
 class Comparison:
-    """A call alone and split, and the experiments that a difference asks for.
+    """A call alone and split, and the experiments that explain a difference.
 
     `_alone` and `_split` are the outcomes of the latest runs, under `_options`; `_found` are the
     distances of the values that differ in them and that no experiment has explained.

@@ -39,7 +39,7 @@ class FirstSteps:
     """Checks the first step of each kind in one run of a Trainer.
 
     Attributes:
-        reports: receives what is found, by the name of the step.
+        reports: receives each report, by the name of the step.
         option: the value of `check_first_step`.
         trainer: the Trainer that runs.
         make_mode: makes a mode for the check alone; takes options of an engine.
@@ -123,7 +123,7 @@ def _parse(method: str, output: Any) -> tuple[Tensor | None, list[tuple[tree.Pat
 
 
 def _around(trainer: Any) -> dict[str, Any]:
-    """What is recorded, and what is put back, around a call of a Trainer's module."""
+    """The recording around a call of a Trainer's module, and what is put back after it."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     others = {"optimizer": trainer.strategy.optimizers, "scheduler": schedulers}
     return {"recording": partial(_recording, trainer), "others": others}

@@ -220,7 +220,7 @@ def _kind(path: str, node: Any) -> str:
 
 
 def _named(path: str) -> str:
-    """A path as the user writes it: `self.name` for what is in a table of a module."""
+    """A path as the user writes it: `self.name` for an entry in a table of a module."""
     return re.sub(r"\.(?:_parameters|_buffers|_modules|__dict__)\['(\w*)'\]", r".\1", path)
 
 

@@ -21,7 +21,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Adds a note to an error of somebody's code."""
+    """Adds a note to an error that user code or a library raises."""
     try:
         yield
     except Exception as error:

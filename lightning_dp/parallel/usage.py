@@ -128,7 +128,7 @@ class UsageMeter:
         return list(map(max, self._peaks, map(peak_memory, self._devices)))
 
     def _read_memory(self) -> None:
-        """Reads the peaks of the latest step; what is allocated later belongs to the next one."""
+        """Reads the peaks of the latest step; later allocations belong to the next one."""
         if self._stopped and not self._stopped[-1].peak_bytes:
             self._stopped[-1].peak_bytes = tuple(map(peak_memory, self._devices))
 

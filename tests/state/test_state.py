@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.state import copied
+from lightning_dp.module_state import copied
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 

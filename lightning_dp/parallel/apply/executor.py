@@ -75,7 +75,7 @@ class Executor:
         timeout: seconds that replicas wait in a rendezvous for one that does not come.
 
     Attributes:
-        is_terminated: says whether the process was told to end: then they wait no longer.
+        is_terminated: whether the process has received SIGTERM: then they wait no longer.
     """
 
     is_terminated: Callable[[], bool] = staticmethod(lambda: False)
@@ -460,7 +460,7 @@ class Calls:
                     f"Expected replicas of one device on one stream at {first.what}, got several."
                 )
             with (
-                on_streams([*streams]),  # those that have computed the values, and go on with them
+                on_streams([*streams]),  # on which the values were computed, and are used next
                 torch.inference_mode(first.is_inference),
                 torch.set_grad_enabled(first.is_grad_enabled),
             ):

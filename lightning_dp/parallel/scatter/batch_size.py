@@ -56,7 +56,7 @@ class Inferred(NamedTuple):
 
 
 class _Found:
-    """What is in a batch: leaves with rows, the outermost lists with tensors, lists of names."""
+    """The parts of a batch: leaves with rows, the outermost lists with tensors, lists of names."""
 
     def __init__(self, batch: Any, dim: int) -> None:
         self.rows: list[tuple[tree.Path, int]] = []  # of all leaves that have any

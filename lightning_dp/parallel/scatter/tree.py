@@ -380,7 +380,7 @@ def equal(a: Any, b: Any) -> bool:
     try:
         same = a == b
         return bool(same.all() if is_array(same) and type(a) is type(b) else same)
-    except Exception:  # a comparison of somebody's class may raise anything
+    except Exception:  # `__eq__` of a user's class may raise anything
         return False
 
 

@@ -99,7 +99,7 @@ class Adaptive:
         return tuple(sizes)
 
     def on_first(self, count: int, n: int) -> Sizes:
-        """The sizes if only the first devices work, so many of them."""
+        """The sizes if only the first `count` devices work."""
         caps = tuple(n if i < count else 0 for i in range(len(self._lines)))
         return _solve(n, *zip(*self._lines, strict=True), caps)
 
@@ -170,7 +170,7 @@ class Memory:
     A device's peak is `fixed + per_sample * samples`. Fixed are weights, gradients, the optimizer's
     state and gathered outputs: usually more on the root. `per_sample` is the same everywhere, since
     the module is: the least that a device added per sample in the heaviest of the latest 16 steps.
-    What is left of that step's peaks is `fixed`. `minimax` of peak minus capacity then gives equal
+    The rest of that step's peaks is `fixed`. `minimax` of peak minus capacity then gives equal
     free memory. All that a step adds counts as its samples', so each split moves too few samples
     rather than too many. The first step is even, and every one where replicas share a device.
 

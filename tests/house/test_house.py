@@ -22,7 +22,7 @@ FLOORS = [
     ["first_step"],
     ["modes"],
     ["layer_sync", "recording"],
-    ["state", "checkpointing", "monitor"],
+    ["module_state", "checkpointing", "monitor"],
     ["processes", "table"],
     ["lightning_private"],
     ["parallel.step", "parallel.forward", "parallel.functional"],
